@@ -9,7 +9,8 @@
 #   1. LIBTORCH_ROOT, a CMake or environment variable: the folder that has include/ and lib/
 #   2. Torch_DIR, a CMake or environment variable: ROOT/share/cmake/Torch
 #   3. CMAKE_PREFIX_PATH
-#   4. the `torch` package of the Python in VIRTUAL_ENV, else of the python3 on PATH
+#   4. where it was found by the last configuration of this build folder
+#   5. the `torch` package of the Python in VIRTUAL_ENV, else of the python3 on PATH
 #
 # Sets LibTorch_ROOT, LibTorch_VERSION, LibTorch_CUDA_FOUND, LibTorch_CUDA_INCLUDE_DIRS (cuda_runtime_api.h) and
 # LibTorch_NCCL_INCLUDE_DIR (nccl.h, that of the NCCL LibTorch was built with, where the wheel brings it).
@@ -22,6 +23,7 @@ include(FindPackageHandleStandardArgs)
 set(_libtorch_header torch/csrc/distributed/c10d/ProcessGroup.hpp)
 set(_libtorch_named "")  # how the root was named, for messages
 set(_libtorch_root "")
+set(_libtorch_problem "")
 
 if(LIBTORCH_ROOT)
   set(_libtorch_root "${LIBTORCH_ROOT}")
@@ -47,6 +49,10 @@ if(NOT _libtorch_named)
       endif()
     endforeach()
   endforeach()
+endif()
+
+if(NOT _libtorch_named AND NOT _libtorch_root AND EXISTS "${LibTorch_FOUND_LAST}/include/${_libtorch_header}")
+  set(_libtorch_root "${LibTorch_FOUND_LAST}")
 endif()
 
 if(NOT _libtorch_named AND NOT _libtorch_root)
@@ -84,6 +90,7 @@ endif()
 
 if(NOT _libtorch_problem)
   set(LibTorch_ROOT "${_libtorch_root}")
+  set(LibTorch_FOUND_LAST "${_libtorch_root}" CACHE INTERNAL "")
   foreach(_libtorch_file torch/headeronly/version.h torch/csrc/api/include/torch/version.h)
     if(NOT LibTorch_VERSION AND EXISTS "${LibTorch_ROOT}/include/${_libtorch_file}")
       file(STRINGS "${LibTorch_ROOT}/include/${_libtorch_file}" _libtorch_lines
