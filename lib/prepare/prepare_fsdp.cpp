@@ -1,0 +1,86 @@
+// prepare_fsdp: one transaction over all ranks. Check, agree, stage, decide, commit.
+#include "rebind/prepare_fsdp.h"
+
+#include <absl/strings/str_cat.h>
+
+#include "lib/base/error.h"
+#include "lib/plan/census.h"
+#include "lib/prepare/decision.h"
+#include "lib/prepare/stage.h"
+
+namespace rebind {
+namespace {
+
+constexpr int kChannels = 4096;
+
+absl::Status check_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Where& where) {
+  if (group->getSize() == 1) return absl::OkStatus();
+  try {
+    group->getBackend(c10::DeviceType::CPU);
+  } catch (const c10::Error&) {
+    return error(absl::StatusCode::kUnimplemented, where, "the process group has no backend for CPU tensors", "Make it with backend 'gloo'");
+  }
+  return absl::OkStatus();
+}
+
+// `body`'s status; what LibTorch or the allocator throws becomes one.
+template <class Body>
+absl::Status guarded(const Where& where, Body body) {
+  try {
+    return body();
+  } catch (const c10::Error& failure) {
+    return error(absl::StatusCode::kInternal, where, failure.what_without_backtrace(), "Nothing was changed");
+  } catch (const std::bad_alloc&) {
+    return error(absl::StatusCode::kResourceExhausted, where, "out of memory", "Nothing was changed; free memory or use more ranks");
+  } catch (const std::exception& failure) {
+    return error(absl::StatusCode::kInternal, where, failure.what(), "Nothing was changed");
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule>& models, const Optimizers& optimizers,
+                                                   c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
+  if (group == nullptr) {
+    return error(absl::StatusCode::kInvalidArgument, {.call = "prepare_fsdp"}, "the process group is null",
+                 "Make one with rebind::init_process_group()");
+  }
+  const Where where{.call = "prepare_fsdp", .rank = group->getRank()};
+  auto decision = prepare::Decision::begin(group, "prepare_fsdp", options.collective_timeout);
+  if (!decision.ok()) return decision.status();
+
+  plan::Census census;
+  FsdpPlan plan;
+  std::vector<std::string> lines;
+  const absl::Status checked = guarded(where, [&] {
+    if (absl::Status status = check_group(group, where); !status.ok()) return status;
+    auto taken = plan::take_census(models, optimizers, where);
+    if (!taken.ok()) return taken.status();
+    census = *std::move(taken);
+    auto made = plan::make_plan(census, group->getRank(), group->getSize(), options, where);
+    if (!made.ok()) return made.status();
+    plan = *std::move(made);
+    lines = plan::agreement_lines(census, plan, options);
+    return absl::OkStatus();
+  });
+  if (absl::Status status = decision->agree(checked, lines, plan::first_difference); !status.ok()) return status;
+
+  prepare::Staged staged;
+  const absl::Status ready = guarded(where, [&] {
+    auto communicator = std::make_unique<comm::Communicator>(group, static_cast<int>(decision->number() % kChannels),
+                                                             options.collective_timeout);
+    staged.sharding = runtime::Sharding::make(plan, options, optimizers, std::move(communicator), group);
+    return prepare::stage(census, options, staged);
+  });
+  if (absl::Status status = decision->agree(ready); !status.ok()) return status;
+
+  prepare::commit(staged);
+  return std::make_unique<Fsdp>(std::move(staged.sharding));
+}
+
+absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(torch::nn::Module& model, const Optimizers& optimizers,
+                                                   c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
+  return prepare_fsdp(std::vector<NamedModule>{{"", &model}}, optimizers, std::move(group), options);
+}
+
+}  // namespace rebind

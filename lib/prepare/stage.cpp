@@ -1,0 +1,211 @@
+#include "lib/prepare/stage.h"
+
+#include <ATen/Functions.h>
+#include <absl/strings/str_cat.h>
+#include <absl/strings/str_join.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string_view>
+
+namespace rebind::prepare {
+namespace {
+
+using runtime::Parameter;
+using runtime::Sharding;
+
+// Rank 0's values of one tensor after another, or the proof that all ranks have the same.
+class Synchronizer {
+ public:
+  Synchronizer(Sharding& sharding, bool from_rank0) : sharding_(sharding), from_rank0_(from_rank0) {}
+
+  // A contiguous tensor with the values that all ranks start from. `tensor` itself where that is possible; never written to.
+  absl::StatusOr<at::Tensor> operator()(const at::Tensor& tensor, const std::string& name) {
+    at::Tensor values = tensor.detach().contiguous();
+    if (sharding_.world_size() == 1) return values;
+    if (!from_rank0_) {
+      names_.push_back(name);
+      hashes_.push_back(std::hash<std::string_view>()(
+          std::string_view(static_cast<const char*>(values.const_data_ptr()), values.nbytes())));
+      return values;
+    }
+    if (sharding_.rank() != 0) values = at::empty_like(values);
+    const comm::Identity identity{.kind = comm::Kind::kBroadcast, .unit = static_cast<uint32_t>(count_++), .epoch = 0, .name = name};
+    if (absl::Status status = sharding_.communicator->broadcast(identity, values.data_ptr(), static_cast<int64_t>(values.nbytes()));
+        !status.ok()) {
+      return status;
+    }
+    return values;
+  }
+
+  // Without broadcasts: compares what was passed above.
+  absl::Status compare() {
+    if (hashes_.empty()) return absl::OkStatus();
+    auto all = sharding_.communicator->exchange(
+        {.kind = comm::Kind::kExchange, .unit = 0, .epoch = 0, .name = "the comparison of values before prepare"}, hashes_);
+    if (!all.ok()) return all.status();
+    for (size_t i = 0; i < names_.size(); ++i) {
+      for (int r = 1; r < sharding_.world_size(); ++r) {
+        if ((*all)[r][i] == (*all)[0][i]) continue;
+        return error(absl::StatusCode::kInvalidArgument, {.call = "prepare_fsdp"},
+                     absl::StrCat(names_[i], ": rank ", r, " has other values than rank 0, and sync_from_rank0 is off"),
+                     "Start all ranks from the same values, or set options.sync_from_rank0");
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  Sharding& sharding_;
+  const bool from_rank0_;
+  int64_t count_ = 0;
+  std::vector<std::string> names_;
+  std::vector<uint64_t> hashes_;
+};
+
+at::Tensor cut(const at::Tensor& whole, const Parameter& parameter) {
+  return whole.view({-1}).narrow(0, parameter.shard_interval.begin, parameter.shard_interval.numel()).clone();
+}
+
+absl::Status stage_parameter(const plan::CensusParameter& from, Parameter& parameter, Synchronizer& sync, Sharding& sharding,
+                             StagedParameter& staged) {
+  staged.original = from.tensor;
+  auto values = sync(from.tensor, absl::StrCat("parameter '", parameter.name, "'"));
+  if (!values.ok()) return values.status();
+  const int64_t numel = parameter.shard_interval.numel();
+  if (numel > 0) {
+    parameter.unit->flat_shard.narrow(0, parameter.shard_offset, numel)
+        .copy_(values->view({-1}).narrow(0, parameter.shard_interval.begin, numel));
+  }
+  parameter.window = c10::weak_intrusive_ptr<c10::TensorImpl>(from.tensor.getIntrusivePtr());
+  staged.window = sharding.make_window(parameter);
+  staged.hook = std::make_unique<runtime::GradientHook>(sharding.shared_from_this(), parameter);
+  parameter.shard = sharding.make_shard(parameter);
+  if (from.tensor.grad().defined()) {
+    auto gradient = sync(from.tensor.grad(), absl::StrCat("gradient of parameter '", parameter.name, "'"));
+    if (!gradient.ok()) return gradient.status();
+    staged.facade = sharding.make_gradient_handles(parameter, cut(*gradient, parameter));
+  }
+  return absl::OkStatus();
+}
+
+int index_of(const at::Tensor& entry, const plan::Census& census) {
+  for (size_t i = 0; i < census.parameters.size(); ++i) {
+    if (census.parameters[i].tensor.is_same(entry)) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+absl::Status stage_optimizer(const plan::Census& census, int index, Synchronizer& sync, Sharding& sharding, StagedOptimizer& staged) {
+  torch::optim::Optimizer& optimizer = *census.optimizers[index];
+  const optim::Adapter& adapter = *census.adapters[index];
+  staged.optimizer = &optimizer;
+  for (const auto& group : optimizer.param_groups()) {
+    staged.groups.emplace_back();
+    staged.groups.back().reserve(group.params().size());
+  }
+  std::vector<void*> carried;
+  for (size_t i = 0; i < census.parameters.size(); ++i) {
+    const plan::CensusParameter& from = census.parameters[i];
+    Parameter& parameter = *sharding.parameters[i];
+    bool held = false;
+    for (const Holder& holder : from.holders) held = held || holder.optimizer == index;
+    if (!held) continue;
+    const auto state = optimizer.state().find(from.tensor.unsafeGetTensorImpl());
+    if (state == optimizer.state().end()) continue;
+    carried.push_back(state->first);
+    optim::StateParts parts = adapter.take_apart(*state->second);
+    for (auto& [key, tensor] : parts.tensors) {
+      auto whole = sync(tensor, absl::StrCat("state '", key, "' of parameter '", parameter.name, "' in optimizers[", index, "]"));
+      if (!whole.ok()) return whole.status();
+      tensor = tensor.dim() == 0 ? whole->clone() : cut(*whole, parameter);
+    }
+    staged.state[parameter.shard.unsafeGetTensorImpl()] = adapter.put_together(parts);
+  }
+  // State of tensors that are in no group any more is not ours to drop.
+  for (const auto& [key, state] : optimizer.state()) {
+    if (std::find(carried.begin(), carried.end(), key) == carried.end()) staged.state[key] = nullptr;
+  }
+  // Holders are without duplicates; their index gives the order inside a group.
+  sharding.groups[index].resize(staged.groups.size());
+  for (size_t g = 0; g < staged.groups.size(); ++g) {
+    runtime::GroupRecord& record = sharding.groups[index][g];
+    for (const at::Tensor& entry : optimizer.param_groups()[g].params()) record.original.push_back(index_of(entry, census));
+    std::vector<std::pair<int, const Parameter*>> members;
+    for (const auto& parameter : sharding.parameters) {
+      for (const Holder& holder : parameter->holders) {
+        if (holder.optimizer == index && holder.group == static_cast<int>(g)) members.emplace_back(holder.index, parameter.get());
+      }
+    }
+    std::sort(members.begin(), members.end());
+    for (const auto& [position, parameter] : members) {
+      staged.groups[g].push_back(parameter->shard);
+      record.placed.push_back(parameter->index);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status stage_buffers(const plan::Census& census, Synchronizer& sync, Staged& staged) {
+  for (const NamedModule& model : census.models) {
+    for (const auto& item : model.module->named_buffers()) {
+      if (!item.value().defined()) continue;
+      auto values = sync(item.value(), absl::StrCat("buffer '", item.key(), "'"));
+      if (!values.ok()) return values.status();
+      if (!values->is_same(item.value())) staged.buffers.push_back({item.value(), *values});
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status stage(const plan::Census& census, const FsdpOptions& options, Staged& staged) {
+  at::NoGradGuard no_grad;
+  Sharding& sharding = *staged.sharding;
+  Synchronizer sync(sharding, options.sync_from_rank0);
+  staged.parameters.resize(census.parameters.size());
+  for (size_t i = 0; i < census.parameters.size(); ++i) {
+    if (auto status = stage_parameter(census.parameters[i], *sharding.parameters[i], sync, sharding, staged.parameters[i]); !status.ok()) {
+      return status;
+    }
+  }
+  sharding.groups.resize(census.optimizers.size());
+  staged.optimizers.resize(census.optimizers.size());
+  for (size_t k = 0; k < census.optimizers.size(); ++k) {
+    if (auto status = stage_optimizer(census, static_cast<int>(k), sync, sharding, staged.optimizers[k]); !status.ok()) return status;
+  }
+  if (auto status = stage_buffers(census, sync, staged); !status.ok()) return status;
+  return sync.compare();
+}
+
+void commit_optimizer(StagedOptimizer& staged) noexcept {
+  StateMap& state = staged.optimizer->state();
+  for (auto& [key, value] : staged.state) {
+    if (value == nullptr) value = std::move(state[key]);  // the key is there: nothing is inserted
+  }
+  state.swap(staged.state);
+  std::vector<torch::optim::OptimizerParamGroup>& groups = staged.optimizer->param_groups();
+  for (size_t g = 0; g < staged.groups.size(); ++g) {
+    std::vector<at::Tensor>& params = groups[g].params();  // the vector that schedulers and references know
+    params.clear();
+    for (at::Tensor& tensor : staged.groups[g]) params.push_back(std::move(tensor));  // never more than there were
+  }
+}
+
+void commit(Staged& staged) noexcept {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < staged.parameters.size(); ++i) {
+    StagedParameter& parameter = staged.parameters[i];
+    parameter.original.set_data(parameter.window);
+    parameter.original.mutable_grad() = std::move(parameter.facade);
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.original, std::move(parameter.hook));
+  }
+  for (StagedOptimizer& optimizer : staged.optimizers) commit_optimizer(optimizer);
+  for (StagedBuffer& buffer : staged.buffers) buffer.target.copy_(buffer.value);
+  staged.parameters.clear();
+}
+
+}  // namespace rebind::prepare

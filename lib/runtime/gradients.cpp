@@ -1,0 +1,182 @@
+// From autograd's whole local gradient on a window to this rank's part of the mean on the shard.
+#include <ATen/Functions.h>
+#include <absl/strings/str_cat.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
+
+#include "lib/runtime/hook.h"
+#include "lib/runtime/sharding.h"
+
+namespace rebind::runtime {
+namespace {
+
+// Half precision is summed in fp32: W roundings to 8 bits of mantissa would be visible.
+at::ScalarType reduce_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+constexpr int kWordBits = 64;
+int words_for(size_t bits) { return static_cast<int>((bits + kWordBits - 1) / kWordBits); }
+void set_bit(std::vector<uint64_t>& words, size_t bit) { words[bit / kWordBits] |= uint64_t{1} << (bit % kWordBits); }
+bool any_rank_has(const std::vector<std::vector<uint64_t>>& words, size_t bit) {
+  for (const auto& of_rank : words) {
+    if ((of_rank[bit / kWordBits] >> (bit % kWordBits)) & 1) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+const GradientHook* GradientHook::of(const at::Tensor& tensor) {
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor);
+  return dynamic_cast<const GradientHook*>(hook.get());
+}
+
+void GradientHook::operator()(const at::Tensor& window) { sharding_->hook_fired(*parameter_, window); }
+
+void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
+  std::lock_guard lock(mutex);
+  if (restored) return;
+  if (c10::GradMode::is_enabled()) {
+    if (parameter.facade == nullptr) window.mutable_grad().reset();
+    throw_error(where("backward(create_graph=true)", &parameter), "a gradient that has a graph cannot be kept in .grad of a shard",
+                "Use torch::autograd::grad for gradients of gradients");
+  }
+  check_window(parameter);
+  if (whole_open) {
+    window.mutable_grad().reset();
+    throw_error(where("backward", &parameter), "a backward inside full_parameters() would train on copies",
+                "Close the scope before training");
+  }
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task != graph_task_) {
+    // Another backward than the one whose arrivals were counted: that one was interrupted, or this one runs inside it.
+    graph_task_ = task;
+    for (auto& unit : units) {
+      unit->arrived = 0;
+      for (Parameter* other : unit->parameters) other->arrived = false;
+    }
+    queue_finish();
+  }
+
+  if (at::Tensor gradient = window.grad(); gradient.defined() && KeyedStorage::of(gradient) == nullptr) {
+    // Fresh: .grad was undefined when backward began. A sum that the shard may still have was dropped on the window's side.
+    window.mutable_grad().reset();
+    forget_gradient(parameter);
+    take_gradient(parameter, std::move(gradient));
+  }
+  if (!parameter.arrived) {
+    parameter.arrived = true;
+    if (++parameter.unit->arrived == static_cast<int>(parameter.unit->parameters.size())) reduce(*parameter.unit);
+  }
+}
+
+void Sharding::take_gradient(Parameter& parameter, at::Tensor gradient) {
+  if (gradient.layout() != at::kStrided) {
+    throw_error(where("backward", &parameter), "its gradient is sparse, which cannot be sharded",
+                "Use the dense gradient (an embedding's sparse option off)");
+  }
+  // Added out of place: the tensor may be shared with another parameter or held by a user's hook.
+  parameter.pending = parameter.pending.defined() ? parameter.pending + gradient : std::move(gradient);
+  if (at::Tensor window = parameter.lock_window(); window.defined()) put_handles(parameter, window);
+}
+
+void Sharding::queue_finish() {
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->finish_backward(); });
+}
+
+void Sharding::finish_backward() {
+  std::lock_guard lock(mutex);
+  if (restored) return;
+  graph_task_ = -1;
+  std::vector<uint64_t> words(words_for(units.size()));
+  for (auto& unit : units) {
+    if (unit->has_pending()) set_bit(words, unit->index);
+  }
+  std::vector<std::vector<uint64_t>> all{words};
+  if (world_size() > 1) {
+    // Also the proof, before any gradient reaches an optimizer, that all ranks have been through the same collectives.
+    auto exchanged = communicator->exchange(
+        {.kind = comm::Kind::kExchange, .unit = 0, .epoch = epoch_, .name = "the end of backward"}, words);
+    if (!exchanged.ok()) throw c10::Error(std::string(exchanged.status().message()), nullptr);
+    all = *std::move(exchanged);
+  }
+  for (auto& unit : units) {
+    if (any_rank_has(all, unit->index)) reduce(*unit);
+    unit->arrived = 0;
+    for (Parameter* parameter : unit->parameters) parameter->arrived = false;
+  }
+  ++epoch_;
+  drop_unpinned();
+}
+
+void Sharding::reduce(Unit& unit) {
+  at::NoGradGuard no_grad;
+  std::vector<uint64_t> words(words_for(unit.parameters.size()));
+  for (const Parameter* parameter : unit.parameters) {
+    if (parameter->pending.defined()) set_bit(words, parameter->slot_in_unit);
+  }
+  if (world_size() == 1) {
+    for (Parameter* parameter : unit.parameters) {
+      if (!parameter->pending.defined()) continue;
+      at::Tensor piece = std::exchange(parameter->pending, at::Tensor()).contiguous().view({-1});
+      if (divide_factor != 1) piece = piece.div(divide_factor);
+      attach_gradient(*parameter, piece);
+    }
+    return;
+  }
+
+  const at::ScalarType dtype = reduce_dtype(unit.dtype);
+  // Zeros: gaps, tail and what this rank has no gradient for.
+  at::Tensor flat = at::zeros({unit.padded_numel}, at::TensorOptions().dtype(dtype));
+  for (const Parameter* parameter : unit.parameters) {
+    if (!parameter->pending.defined() || parameter->numel == 0) continue;
+    flat.narrow(0, parameter->offset, parameter->numel).copy_(parameter->pending.contiguous().view({-1}));
+  }
+  at::Tensor sum = at::empty({unit.shard_numel}, flat.options());
+  auto present = communicator->reduce_scatter(
+      {.kind = comm::Kind::kReduceScatter, .unit = static_cast<uint32_t>(unit.index), .epoch = epoch_,
+       .name = absl::StrCat("gradients of unit '", unit.name, "'")},
+      flat.data_ptr(), sum.data_ptr(), unit.shard_numel, dtype, words);
+  if (!present.ok()) throw c10::Error(std::string(present.status().message()), nullptr);
+  ++counts.reduce_scatters;
+  counts.reduced_bytes += static_cast<int64_t>(flat.nbytes());
+
+  sum.div_(divide_factor);
+  const at::Tensor mean = sum.to(unit.dtype);
+  for (Parameter* parameter : unit.parameters) {
+    if (!any_rank_has(*present, parameter->slot_in_unit)) continue;
+    parameter->pending.reset();
+    attach_gradient(*parameter, mean.narrow(0, parameter->shard_offset, parameter->shard_interval.numel()));
+  }
+}
+
+void Sharding::attach_gradient(Parameter& parameter, const at::Tensor& piece) {
+  at::Tensor window = parameter.lock_window();
+  if (!window.defined()) return;  // the model is gone; nobody can step it
+  put_handles(parameter, window);
+  KeyedStorage& storage = *parameter.shard_gradient;
+  if (storage.hidden()) {
+    storage.expose(piece.data_ptr(), std::make_shared<at::Tensor>(piece));
+  } else {
+    at::from_blob(storage.mutable_data(), {parameter.shard_interval.numel()}, piece.options()).add_(piece);
+  }
+  parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+}
+
+void Sharding::settle(Parameter& parameter) {
+  if (parameter.pending.defined()) reduce(*parameter.unit);
+}
+
+void Sharding::use_shard_gradient(Parameter& parameter) {
+  const at::Tensor window = parameter.lock_window();
+  if (window.defined() && !window.grad().defined()) {
+    // The program keeps a handle on the gradient it cleared, so the storage could not tell us (Note: Gradient states).
+    throw_error(where("optimizer.step()", &parameter), "its gradient was cleared on the model while the program kept a copy of the handle",
+                "Clone a gradient to keep it");
+  }
+  settle(parameter);
+}
+
+}  // namespace rebind::runtime

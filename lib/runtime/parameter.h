@@ -1,0 +1,56 @@
+// What the runtime knows of one parameter: its window in the model, its shard in the optimizers, its gradient in between.
+//
+// Note: Gradient states. A parameter's gradient is in one of these states, and both handles agree on it:
+//                     window.grad()        shard.grad()                 pending
+//   none              undefined            undefined                    undefined
+//   pending           facade               hidden, or the older sum     this rank's whole gradient, not reduced yet
+//   reduced           facade               this rank's part             undefined
+// zero_grad on either side drops one handle; its storage tells us (Sharding::storage_released) and the other one follows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lib/runtime/keyed_storage.h"
+#include "rebind/plan.h"
+
+namespace rebind::runtime {
+
+struct Unit;
+
+struct Parameter {
+  int index = 0;  // in FsdpPlan::parameters
+  std::string name;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype = at::kFloat;
+  int64_t item_bytes = 4;
+  int64_t numel = 0;
+  Interval shard_interval;     // this rank's part, in the parameter's elements
+  int64_t offset = 0;          // of the parameter in its flat buffer
+  int64_t shard_offset = 0;    // of this rank's part in its flat shard
+  std::vector<Holder> holders;
+  Unit* unit = nullptr;
+  int slot_in_unit = 0;        // index into Unit::parameters
+
+  // Not owned: the model owns the window, and the window (through its hook and storage) the sharding.
+  c10::weak_intrusive_ptr<c10::TensorImpl> window{c10::intrusive_ptr<c10::TensorImpl>()};
+  at::Tensor shard;
+
+  at::Tensor pending;
+  bool arrived = false;                     // its hook has fired in the current backward
+  KeyedStorage* facade = nullptr;           // null: the window has no gradient of ours
+  KeyedStorage* shard_gradient = nullptr;   // null: the shard has no gradient of ours
+
+  // Undefined if the model is gone.
+  at::Tensor lock_window() const {
+    c10::intrusive_ptr<c10::TensorImpl> impl = window.lock();
+    return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+  }
+  int64_t nbytes() const { return numel * item_bytes; }
+};
+
+}  // namespace rebind::runtime

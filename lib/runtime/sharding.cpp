@@ -1,0 +1,132 @@
+#include "lib/runtime/sharding.h"
+
+#include <absl/strings/str_cat.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "lib/plan/flat_layout.h"
+#include "lib/runtime/hook.h"
+#include "lib/runtime/touch.h"
+
+namespace rebind::runtime {
+namespace {
+std::atomic<bool> strict{false};
+}
+
+void set_strict_for_tests(bool value) { strict = value; }
+bool strict_for_tests() { return strict.load(std::memory_order_relaxed); }
+
+std::shared_ptr<Sharding> Sharding::make(const FsdpPlan& plan, const FsdpOptions& options, const Optimizers& optimizers,
+                                         std::unique_ptr<comm::Communicator> communicator,
+                                         c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  keep_touch_registered();
+  return std::shared_ptr<Sharding>(new Sharding(plan, options, optimizers, std::move(communicator), std::move(group)));
+}
+
+Sharding::Sharding(const FsdpPlan& plan_value, const FsdpOptions& options, const Optimizers& optimizer_list,
+                   std::unique_ptr<comm::Communicator> communicator_value, c10::intrusive_ptr<c10d::ProcessGroup> group_value)
+    : plan(plan_value),
+      optimizers(optimizer_list),
+      communicator(std::move(communicator_value)),
+      group(std::move(group_value)),
+      timeout(options.collective_timeout),
+      divide_factor(options.gradient_divide_factor.value_or(plan_value.world_size)) {
+  for (size_t i = 0; i < plan.parameters.size(); ++i) {
+    const ParameterPlan& from = plan.parameters[i];
+    auto parameter = std::make_unique<Parameter>();
+    parameter->index = static_cast<int>(i);
+    parameter->name = from.names.front();
+    parameter->sizes = from.sizes;
+    parameter->strides = from.strides;
+    parameter->dtype = from.dtype;
+    parameter->item_bytes = static_cast<int64_t>(c10::elementSize(from.dtype));
+    parameter->numel = from.numel();
+    parameter->shard_interval = from.shard;
+    parameter->offset = from.offset;
+    parameter->holders = from.holders;
+    parameters.push_back(std::move(parameter));
+  }
+  for (size_t u = 0; u < plan.units.size(); ++u) {
+    // A plan has one buffer a unit today (it refuses several dtypes and frozen parameters).
+    const BufferPlan& buffer = plan.units[u].buffers.front();
+    auto unit = std::make_unique<Unit>();
+    unit->index = static_cast<int>(u);
+    unit->name = plan.units[u].name;
+    unit->dtype = buffer.dtype;
+    unit->item_bytes = static_cast<int64_t>(c10::elementSize(buffer.dtype));
+    unit->shard_numel = buffer.shard_numel;
+    unit->padded_numel = buffer.padded_numel;
+    for (int index : buffer.parameters) {
+      Parameter& parameter = *parameters[index];
+      parameter.unit = unit.get();
+      parameter.slot_in_unit = static_cast<int>(unit->parameters.size());
+      // 0 for a parameter that has nothing here: any valid place will do.
+      parameter.shard_offset = parameter.shard_interval.numel() == 0
+                                   ? 0
+                                   : parameter.offset + parameter.shard_interval.begin - plan.rank * unit->shard_numel;
+      unit->parameters.push_back(&parameter);
+    }
+    unit->values.stale.assign(unit->parameters.size(), false);
+    unit->gradients.stale.assign(unit->parameters.size(), false);
+    unit->flat_shard = at::zeros({unit->shard_numel}, at::TensorOptions().dtype(unit->dtype));
+    units.push_back(std::move(unit));
+  }
+}
+
+std::shared_ptr<Sharding> Sharding::of(const at::Tensor& tensor) {
+  if (const KeyedStorage* storage = KeyedStorage::of(tensor)) return storage->lock();
+  if (const GradientHook* hook = GradientHook::of(tensor)) return hook->sharding();
+  return nullptr;
+}
+
+Where Sharding::where(std::string_view call, const Parameter* parameter) const {
+  Where where{.call = std::string(call), .rank = plan.rank};
+  if (parameter != nullptr) where.parameter = parameter->name;
+  return where;
+}
+
+Parameter* Sharding::find(const std::string& name) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::vector<std::string>& names = plan.parameters[i].names;
+    if (std::find(names.begin(), names.end(), name) != names.end()) return parameters[i].get();
+  }
+  return nullptr;
+}
+
+void Sharding::shard_written(Parameter& parameter, const at::Tensor& tensor) {
+  Space& values = parameter.unit->values;
+  if (world_size() > 1 && values.memory.defined()) {
+    values.stale[parameter.slot_in_unit] = true;
+    if (values.pins == 0) drop(values);
+  }
+  // A backward through an older graph must fail where the plain program's fails: if the written tensor shares the shard's version
+  // counter (the parameter itself and its views do, data() does not), the window's counter moves too. Sharing has no query, so a
+  // trial bump tells; what it outdates is outdated by the write anyway.
+  const auto before = parameter.shard._version();
+  tensor.unsafeGetTensorImpl()->bump_version();
+  if (parameter.shard._version() == before) return;
+  if (at::Tensor window = parameter.lock_window(); window.defined()) window.unsafeGetTensorImpl()->bump_version();
+}
+
+RuntimeStats Sharding::stats() {
+  std::lock_guard lock(mutex);
+  RuntimeStats result = counts;
+  result.live_bytes = live_bytes_;
+  result.exposed_wait_seconds = communicator->waited_seconds() - waited_at_reset_;
+  return result;
+}
+
+void Sharding::reset_stats() {
+  std::lock_guard lock(mutex);
+  counts = {};
+  counts.peak_live_bytes = live_bytes_;
+  waited_at_reset_ = communicator->waited_seconds();
+}
+
+void Sharding::set_live_bytes(int64_t change) {
+  live_bytes_ += change;
+  counts.peak_live_bytes = std::max(counts.peak_live_bytes, live_bytes_);
+}
+
+}  // namespace rebind::runtime

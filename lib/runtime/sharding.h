@@ -1,0 +1,152 @@
+// One sharded model at run time: its units, what is gathered now, and the rules that keep window, shard and gradient in step.
+//
+// Built by lib/prepare, found by operators through KeyedStorage, by users through Fsdp. It lives as long as a window of it.
+// Everything that communicates is collective and must happen in the same order on all ranks; identities are compared.
+//
+// Invariants, cited by tests:
+//   I1  a window or facade has memory exactly while an operator runs on it
+//   I2  an operator reads a parameter only from a Space that is not stale for it
+//   I3  at most the Spaces that one operator uses are gathered at a time; none is left at the end of backward or after a step
+//   I4  the shard holds every value that this rank owns; whatever was written to a window is in the shard when the operator returns
+//   I5  window.grad() and shard.grad() are both ours or both undefined (Note: Gradient states)
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <absl/status/status.h>
+#include <absl/status/statusor.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lib/base/error.h"
+#include "lib/comm/communicator.h"
+#include "lib/runtime/unit.h"
+#include "rebind/fsdp.h"
+
+namespace rebind::runtime {
+
+// One optimizer group, as parameter indices: what prepare put there, and what was there before (duplicates included).
+struct GroupRecord {
+  std::vector<int> placed, original;
+};
+
+class Sharding : public std::enable_shared_from_this<Sharding> {
+ public:
+  // Units, parameters and flat shards by the plan; the shards' values are the caller's to fill. Local.
+  static std::shared_ptr<Sharding> make(const FsdpPlan& plan, const FsdpOptions& options, const Optimizers& optimizers,
+                                        std::unique_ptr<comm::Communicator> communicator,
+                                        c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // Of a window or of a parameter that was one (its hook stays), else null.
+  static std::shared_ptr<Sharding> of(const at::Tensor& tensor);
+
+  const FsdpPlan plan;
+  const Optimizers optimizers;
+  std::vector<std::unique_ptr<Unit>> units;
+  std::vector<std::unique_ptr<Parameter>> parameters;
+  std::vector<std::vector<GroupRecord>> groups;  // [optimizer][group]
+  const std::unique_ptr<comm::Communicator> communicator;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  const std::chrono::milliseconds timeout;
+  const double divide_factor;
+  std::recursive_mutex mutex;  // guards everything below and in units; held while communicating, not while an operator runs
+  RuntimeStats counts;
+  bool whole_open = false;  // inside full_parameters
+  bool restored = false;
+
+  int rank() const { return plan.rank; }
+  int world_size() const { return plan.world_size; }
+  Where where(std::string_view call, const Parameter* parameter = nullptr) const;
+  Parameter* find(const std::string& name);
+
+  // --- windows (windows.cpp)
+  at::Tensor make_window(Parameter& parameter);
+  at::Tensor make_facade(Parameter& parameter);
+  at::Tensor make_shard(Parameter& parameter);
+  // For prepare: gives the shard the gradient `piece` (this rank's part) and returns the facade for the window.
+  at::Tensor make_gradient_handles(Parameter& parameter, const at::Tensor& piece);
+  // Throws unless the model's parameters are still our windows; puts them back first, so that nothing is left half moved.
+  void check_windows();
+  void check_window(Parameter& parameter);
+  // Throws if the program assigned a gradient of its own to the window: no operator and no storage tells of that.
+  void check_gradient(Parameter& parameter);
+  // A storage of ours has lost its last tensor. Called from destructors: never throws.
+  void storage_released(KeyedStorage& storage) noexcept;
+
+  // --- gathering (gather.cpp)
+  // Makes `parameter` present and fresh in its unit's values or gradients, and pins that Space. Throws; collective.
+  void pin_values(Parameter& parameter);
+  void pin_gradients(Parameter& parameter);
+  void unpin(Space& space);
+  // Where `parameter` lies in a pinned Space.
+  void* values_of(Parameter& parameter);
+  void* gradients_of(Parameter& parameter);
+  // What was written to a window or facade goes to this rank's shard (I4); the gathered copy is stale then.
+  void write_through_values(Parameter& parameter);
+  void write_through_gradients(Parameter& parameter);
+  void drop_unpinned();
+  // All ranks' pieces (1-D, this rank's part of the parameter, any dtype) as one whole tensor like the parameter. Collective.
+  absl::StatusOr<at::Tensor> gather_whole(Parameter& parameter, const at::Tensor& piece, std::string_view what);
+
+  // --- gradients (gradients.cpp)
+  // Autograd has put this rank's whole gradient on the window (or added it to the facade).
+  void take_gradient(Parameter& parameter, at::Tensor gradient);
+  void hook_fired(Parameter& parameter, const at::Tensor& window);
+  // Reduces what is pending in a unit; collective.
+  void reduce(Unit& unit);
+  void finish_backward();
+  // The gradient of `parameter` is about to be used: reduces its unit if it must.
+  void settle(Parameter& parameter);
+  // An operator is about to use the shard's gradient: settled, and refused if the window's side was cleared.
+  void use_shard_gradient(Parameter& parameter);
+  // Puts a gradient (this rank's part, 1-D) in place on both sides.
+  void attach_gradient(Parameter& parameter, const at::Tensor& piece);
+  void forget_gradient(Parameter& parameter) noexcept;
+
+  // --- optimizer side
+  // A shard was written through `tensor`: the gathered copy is stale, older graphs are outdated.
+  void shard_written(Parameter& parameter, const at::Tensor& tensor);
+
+  RuntimeStats stats();
+  void reset_stats();
+
+ private:
+  Sharding(const FsdpPlan& plan, const FsdpOptions& options, const Optimizers& optimizers,
+           std::unique_ptr<comm::Communicator> communicator, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  void ensure(Parameter& parameter, Space& space, bool gradients);
+  void gather(Unit& unit, Space& space, bool gradients);
+  void drop(Space& space);
+  at::Tensor make_shard_gradient(Parameter& parameter);
+  void put_handles(Parameter& parameter, const at::Tensor& window);
+  void queue_finish();
+  void set_live_bytes(int64_t change);
+
+  std::vector<Unit*> gathered_;  // units that have a Space with memory
+  int64_t live_bytes_ = 0;
+  uint64_t epoch_ = 0;           // finished backwards
+  int graph_task_ = -1;          // the backward whose end finish_backward is queued for
+  bool moved_ = false;           // a window's storage has gone: check_windows has something to do
+  bool closing_ = false;         // storages are released on purpose
+  double waited_at_reset_ = 0;
+
+  friend class ClosingScope;
+};
+
+// While it lives, released storages are nobody's accident: restore, full_parameters and the runtime itself replace handles.
+class ClosingScope {
+ public:
+  explicit ClosingScope(Sharding& sharding) : sharding_(sharding), before_(sharding.closing_) { sharding.closing_ = true; }
+  ~ClosingScope() { sharding_.closing_ = before_; }
+
+ private:
+  Sharding& sharding_;
+  const bool before_;
+};
+
+// Frees every gathered copy after every operator: correctness then depends on touch alone. For tests.
+void set_strict_for_tests(bool strict);
+bool strict_for_tests();
+
+}  // namespace rebind::runtime

@@ -1,0 +1,315 @@
+#include "lib/runtime/touch.h"
+
+#include <ATen/Functions.h>
+#include <absl/container/inlined_vector.h>
+#include <absl/strings/str_cat.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "lib/runtime/operator_info.h"
+#include "lib/runtime/sharding.h"
+
+namespace rebind::runtime {
+namespace {
+
+using torch::jit::Stack;
+
+struct Touched {
+  at::Tensor tensor;  // held: the operator takes its arguments off the stack
+  KeyedStorage* storage;
+  std::shared_ptr<Sharding> sharding;
+  size_t argument;
+  bool written;
+  bool pinned = false;
+
+  Role role() const { return storage->role(); }
+  Parameter& parameter() const { return storage->parameter(); }
+};
+using Touches = absl::InlinedVector<Touched, 4>;
+
+void collect_tensor(const OperatorInfo& info, const at::Tensor& tensor, size_t argument, Touches& touches) {
+  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->key_set().has(kTouchKey)) return;
+  KeyedStorage* storage = KeyedStorage::of(tensor);
+  if (storage == nullptr) return;
+  std::shared_ptr<Sharding> sharding = storage->lock();
+  if (sharding == nullptr) {
+    // The model is gone. What the optimizer still holds is ordinary memory; a gradient of the model's is not.
+    if (storage->hidden()) throw_error({.call = info.name}, "a gradient was used after its sharded model was destroyed", "Clone it earlier");
+    return;
+  }
+  touches.push_back({tensor, storage, std::move(sharding), argument, info.writes_argument(argument)});
+}
+
+Touches collect(const OperatorInfo& info, const Stack& stack) {
+  Touches touches;
+  const size_t first = stack.size() - info.arguments;
+  for (size_t i = 0; i < info.arguments; ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (value.isTensor()) {
+      collect_tensor(info, value.toTensor(), i, touches);
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) collect_tensor(info, tensor, i, touches);
+    } else if (value.isList()) {  // optional tensors
+      for (const c10::IValue& element : value.toListRef()) {
+        if (element.isTensor()) collect_tensor(info, element.toTensor(), i, touches);
+      }
+    }
+  }
+  return touches;
+}
+
+void run(const c10::OperatorHandle& op, const OperatorInfo& info, c10::DispatchKeySet keys, Stack* stack) {
+  const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
+  if (!info.is_aten) {  // its kernel may use a parameter that is no argument: that one must be touched too
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  c10::impl::ExcludeDispatchKeyGuard untouched(kTouchKey);
+  op.redispatchBoxed(below, stack);
+}
+
+bool is_live_facade(const Touched& touched) {
+  return touched.role() == Role::kFacade && touched.parameter().facade == touched.storage;
+}
+
+// What no parameter of a sharded model can mean, whatever the values.
+void refuse(const OperatorInfo& info, const Touched& touched) {
+  Sharding& sharding = *touched.sharding;
+  const Where where = sharding.where(absl::StrCat("operator ", info.name), &touched.parameter());
+  const bool alone = sharding.world_size() == 1;
+  if (sharding.restored && touched.storage->hidden()) {
+    throw_error(where, "the model was restored since this view, gradient or graph was made", "Take it from the plain parameter again");
+  }
+  if (info.collective) {
+    throw_error(where, "a collective of the program's own on a sharded tensor", "Clone the tensor and use the copy");
+  }
+  if (info.special == Special::kReplace && touched.written) {
+    const bool is_handle = touched.role() != Role::kWindow || touched.parameter().lock_window().is_same(touched.tensor);
+    if (is_handle) {
+      throw_error(where, "it would replace the memory or the shape of a sharded tensor (torch::load does that)",
+                  "Load inside `auto whole = fsdp->full_parameters(/*write_back=*/true);`, or write the values with copy_()");
+    }
+  }
+  if (info.special == Special::kRenorm && touched.role() == Role::kWindow && !alone) {
+    throw_error(where, "max_norm renormalises other rows on each rank", "Build the embedding without max_norm");
+  }
+  if (touched.role() == Role::kFacade && !is_live_facade(touched)) {
+    throw_error(where, "this gradient was cleared (zero_grad) and is kept by a handle of the program's own", "Clone a gradient to keep it");
+  }
+  const bool on_shard = touched.role() == Role::kShard || touched.role() == Role::kShardGradient;
+  if (on_shard && !alone && (info.reduction || info.special == Special::kAbs) &&
+      !(info.special == Special::kNorm && touched.role() == Role::kShardGradient)) {
+    throw_error(where, "an optimizer's list holds this rank's shard; its reduction is not the parameter's",
+                "Use model->parameters(), or fsdp->clip_grad_norm(max_norm, norm_type)");
+  }
+  if (on_shard && touched.written && sharding.whole_open) {
+    throw_error(where, "an optimizer step inside full_parameters() would be lost", "Close the scope before training");
+  }
+}
+
+// The AccumulateGrad node that is running, if it is the one of `touched`'s window.
+bool is_accumulating(const Touched& touched) {
+  if (torch::autograd::get_current_graph_task_id() == -1) return false;
+  const std::shared_ptr<torch::autograd::Node> node = torch::autograd::get_current_node();
+  const auto* accumulate = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
+  return accumulate != nullptr && accumulate->variable.is_same(touched.parameter().lock_window());
+}
+
+// Autograd adds this rank's whole gradient to the facade: kept aside until the unit is reduced.
+bool take_accumulated(const OperatorInfo& info, const Touches& touches, Stack* stack) {
+  const Touched& facade = touches.front();
+  if (facade.argument != 0 || facade.role() != Role::kFacade || !is_accumulating(facade)) return false;
+  Sharding& sharding = *facade.sharding;
+  Parameter& parameter = facade.parameter();
+  if (info.special == Special::kAdd) {
+    throw_error(sharding.where("backward(create_graph=true)", &parameter),
+                "a gradient that has a graph cannot be kept in .grad of a shard", "Use torch::autograd::grad for gradients of gradients");
+  }
+  std::lock_guard lock(sharding.mutex);
+  if (!parameter.shard.grad().defined()) {
+    // zero_grad on the optimizer while the program kept a handle on the shard's gradient: the older sum is dropped.
+    parameter.shard_gradient = nullptr;
+    parameter.pending.reset();
+  }
+  sharding.take_gradient(parameter, (*stack)[stack->size() - info.arguments + 1].toTensor());
+  torch::jit::drop(*stack, info.arguments);
+  stack->emplace_back(facade.tensor);
+  return true;
+}
+
+bool others_are_scalars(const OperatorInfo& info, const Stack& stack) {
+  const size_t first = stack.size() - info.arguments;
+  for (size_t i = 1; i < info.arguments; ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (value.isTensor() && (value.toTensor().dim() != 0 || value.toTensor().unsafeGetTensorImpl()->key_set().has(kTouchKey))) return false;
+  }
+  return true;
+}
+
+// p.grad().mul_(c): each element for itself, so it runs on the shard's gradient and nothing is gathered.
+bool run_on_shard(const c10::OperatorHandle& op, const OperatorInfo& info, c10::DispatchKeySet keys, const Touches& touches, Stack* stack) {
+  const Touched& facade = touches.front();
+  Sharding& sharding = *facade.sharding;
+  if (touches.size() != 1 || facade.argument != 0 || facade.role() != Role::kFacade || sharding.world_size() == 1) return false;
+  Parameter& parameter = facade.parameter();
+  const at::Tensor& tensor = facade.tensor;
+  if (tensor.numel() != parameter.numel || !tensor.is_non_overlapping_and_dense() || !others_are_scalars(info, *stack)) return false;
+  {
+    std::lock_guard lock(sharding.mutex);
+    sharding.settle(parameter);
+    if (!parameter.shard.grad().defined()) return false;
+    parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+  }
+  (*stack)[stack->size() - info.arguments] = parameter.shard.grad();
+  run(op, info, keys, stack);
+  stack->back() = tensor;
+  return true;
+}
+
+// A p-norm of a whole shard gradient is a question about the parameter: LibTorch's clipping over an optimizer's list asks it.
+bool answer_norm(const c10::OperatorHandle& op, const OperatorInfo& info, c10::DispatchKeySet keys, const Touches& touches, Stack* stack) {
+  const Touched& part = touches.front();
+  Sharding& sharding = *part.sharding;
+  if (part.role() != Role::kShardGradient || sharding.world_size() == 1) return false;
+  Parameter& parameter = part.parameter();
+  c10::IValue* arguments = &(*stack)[stack->size() - info.arguments];
+  const bool by_dimension = info.arguments > 2 && !arguments[2].isNone();  // linalg_vector_norm(self, ord, dim, ...)
+  if (touches.size() != 1 || part.tensor.numel() != parameter.shard_interval.numel() || by_dimension) {
+    throw_error(sharding.where(absl::StrCat("operator ", info.name), &parameter), "the norm of a piece of a shard",
+                "Use model->parameters(), or fsdp->clip_grad_norm(max_norm, norm_type)");
+  }
+  {
+    std::lock_guard lock(sharding.mutex);
+    sharding.pin_gradients(parameter);
+    arguments[0] = at::from_blob(sharding.gradients_of(parameter), parameter.sizes, part.tensor.options());
+  }
+  struct Unpin {
+    Sharding& sharding;
+    Space& space;
+    ~Unpin() {
+      std::lock_guard lock(sharding.mutex);
+      sharding.unpin(space);
+    }
+  } unpin{sharding, parameter.unit->gradients};
+  run(op, info, keys, stack);
+  return true;
+}
+
+// Windows and facades have memory while this lives; what was written is carried on when it ends, also after an exception.
+class Presence {
+ public:
+  explicit Presence(Touches& touches) : touches_(touches) {
+    try {
+      for (Touched& touched : touches_) begin(touched);
+    } catch (...) {
+      end();
+      throw;
+    }
+  }
+  ~Presence() { end(); }
+  Presence(const Presence&) = delete;
+  Presence& operator=(const Presence&) = delete;
+
+ private:
+  static Space& space_of(const Touched& touched) {
+    Unit& unit = *touched.parameter().unit;
+    return touched.role() == Role::kWindow ? unit.values : unit.gradients;
+  }
+
+  void begin(Touched& touched) {
+    Sharding& sharding = *touched.sharding;
+    Parameter& parameter = touched.parameter();
+    std::lock_guard lock(sharding.mutex);
+    switch (touched.role()) {
+      case Role::kWindow:
+        sharding.pin_values(parameter);
+        if (touched.storage->pins++ == 0) touched.storage->expose(sharding.values_of(parameter));
+        break;
+      case Role::kFacade:
+        sharding.pin_gradients(parameter);
+        if (touched.storage->pins++ == 0) touched.storage->expose(sharding.gradients_of(parameter));
+        break;
+      case Role::kShard:
+        if (touched.written) sharding.check_window(parameter);
+        return;
+      case Role::kShardGradient:
+        if (parameter.shard_gradient == touched.storage) sharding.use_shard_gradient(parameter);
+        return;
+    }
+    touched.pinned = true;
+  }
+
+  void end() {
+    for (Touched& touched : touches_) {
+      Sharding& sharding = *touched.sharding;
+      Parameter& parameter = touched.parameter();
+      std::lock_guard lock(sharding.mutex);
+      if (touched.written) {
+        switch (touched.role()) {
+          case Role::kWindow:
+            if (touched.pinned) sharding.write_through_values(parameter);
+            break;
+          case Role::kFacade:
+            if (touched.pinned) sharding.write_through_gradients(parameter);
+            break;
+          case Role::kShard:
+            sharding.shard_written(parameter, touched.tensor);
+            break;
+          case Role::kShardGradient:
+            parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+            break;
+        }
+      }
+      if (!touched.pinned) continue;
+      if (--touched.storage->pins == 0) touched.storage->hide();
+      sharding.unpin(space_of(touched));
+    }
+  }
+
+  Touches& touches_;
+};
+
+void touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const OperatorInfo& info = info_of(op);
+  Touches touches = collect(info, *stack);
+  if (touches.empty()) return run(op, info, keys, stack);
+  for (const Touched& touched : touches) refuse(info, touched);
+  switch (info.special) {
+    case Special::kAccumulate:
+    case Special::kAdd:
+      if (take_accumulated(info, touches, stack)) return;
+      break;
+    case Special::kPointwiseScalar:
+      if (run_on_shard(op, info, keys, touches, stack)) return;
+      break;
+    case Special::kNorm:
+      if (answer_norm(op, info, keys, touches, stack)) return;
+      break;
+    default:
+      break;
+  }
+  Presence presence(touches);
+  run(op, info, keys, stack);
+}
+
+}  // namespace
+
+void keep_touch_registered() {}
+
+}  // namespace rebind::runtime
+
+TORCH_LIBRARY_IMPL(_, Fake, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&rebind::runtime::touch>()); }
+
+// Operators that only describe memory anew read none of it: they skip the fallback, and what they return carries the key on.
+TORCH_LIBRARY_IMPL(aten, Fake, library) {
+  for (const char* name : {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
+                           "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
+                           "unsqueeze", "view", "_reshape_alias"}) {
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  }
+}

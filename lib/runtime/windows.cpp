@@ -1,0 +1,158 @@
+// Window parameters and their counterparts: made, checked, put back.
+#include <absl/strings/str_cat.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "lib/runtime/sharding.h"
+
+namespace rebind::runtime {
+namespace {
+
+constexpr char kRawAccess[] =
+    " is sharded and its memory is not here: this read goes around LibTorch's operators (data_ptr, torch::save, printing). "
+    "Open a scope `auto whole = fsdp->full_parameters();` around it, or copy the tensor first (clone()).";
+
+void hold_shard_memory(KeyedStorage& storage, Parameter& parameter, const at::Tensor& flat) {
+  auto keep_alive = std::make_shared<at::Tensor>(flat);
+  auto* base = static_cast<char*>(flat.data_ptr());
+  storage.expose(base + parameter.shard_offset * parameter.item_bytes, std::move(keep_alive));
+}
+
+bool is_our_window(const Parameter& parameter, const at::Tensor& window) {
+  const KeyedStorage* storage = KeyedStorage::of(window);
+  return storage != nullptr && storage->role() == Role::kWindow && &storage->parameter() == &parameter &&
+         window.sizes() == at::IntArrayRef(parameter.sizes) && window.strides() == at::IntArrayRef(parameter.strides) &&
+         window.scalar_type() == parameter.dtype && window.storage_offset() == 0;
+}
+
+}  // namespace
+
+at::Tensor Sharding::make_window(Parameter& parameter) {
+  auto storage = c10::make_intrusive<KeyedStorage>(
+      Role::kWindow, parameter, shared_from_this(), parameter.nbytes(),
+      absl::StrCat("rank ", rank(), ": parameter '", parameter.name, "'", kRawAccess));
+  return make_keyed_tensor(std::move(storage), parameter.dtype, parameter.sizes, parameter.strides);
+}
+
+at::Tensor Sharding::make_facade(Parameter& parameter) {
+  auto storage = c10::make_intrusive<KeyedStorage>(
+      Role::kFacade, parameter, shared_from_this(), parameter.nbytes(),
+      absl::StrCat("rank ", rank(), ": the gradient of parameter '", parameter.name, "'", kRawAccess));
+  parameter.facade = storage.get();
+  return make_keyed_tensor(std::move(storage), parameter.dtype, parameter.sizes, parameter.strides);
+}
+
+at::Tensor Sharding::make_shard(Parameter& parameter) {
+  const int64_t numel = parameter.shard_interval.numel();
+  auto storage =
+      c10::make_intrusive<KeyedStorage>(Role::kShard, parameter, shared_from_this(), numel * parameter.item_bytes, "");
+  hold_shard_memory(*storage, parameter, parameter.unit->flat_shard);
+  at::Tensor shard = make_keyed_tensor(std::move(storage), parameter.dtype, {numel}, {1});
+  shard.set_requires_grad(true);
+  return shard;
+}
+
+at::Tensor Sharding::make_shard_gradient(Parameter& parameter) {
+  const int64_t numel = parameter.shard_interval.numel();
+  auto storage = c10::make_intrusive<KeyedStorage>(
+      Role::kShardGradient, parameter, shared_from_this(), numel * parameter.item_bytes,
+      absl::StrCat("rank ", rank(), ": the gradient of the shard of parameter '", parameter.name,
+                   "' is not reduced yet: backward was interrupted. Call zero_grad, or use it through an operator."));
+  parameter.shard_gradient = storage.get();
+  return make_keyed_tensor(std::move(storage), parameter.dtype, {numel}, {1});
+}
+
+void Sharding::put_handles(Parameter& parameter, const at::Tensor& window) {
+  ClosingScope on_purpose(*this);  // what is replaced here is no zero_grad
+  if (parameter.facade == nullptr) window.mutable_grad() = make_facade(parameter);
+  if (parameter.shard_gradient == nullptr) parameter.shard.mutable_grad() = make_shard_gradient(parameter);
+}
+
+at::Tensor Sharding::make_gradient_handles(Parameter& parameter, const at::Tensor& piece) {
+  parameter.shard.mutable_grad() = make_shard_gradient(parameter);
+  parameter.shard_gradient->expose(piece.data_ptr(), std::make_shared<at::Tensor>(piece));
+  return make_facade(parameter);
+}
+
+void Sharding::check_window(Parameter& parameter) {
+  if (whole_open || restored) return;
+  const at::Tensor window = parameter.lock_window();
+  if (!window.defined() || is_our_window(parameter, window)) return;
+  check_windows();
+}
+
+void Sharding::check_windows() {
+  moved_ = false;
+  if (whole_open || restored) return;
+  const Parameter* first = nullptr;
+  for (auto& parameter : parameters) {
+    at::Tensor window = parameter->lock_window();
+    if (!window.defined() || is_our_window(*parameter, window)) continue;
+    if (first == nullptr) first = parameter.get();
+    // The shard still holds the truth: with the window back in place the model is whole again before anything is thrown.
+    ClosingScope on_purpose(*this);
+    window.set_data(make_window(*parameter));
+  }
+  if (first == nullptr) return;
+  throw_error(where("use of a sharded model", first),
+              "its data was replaced behind the sharding (Module::to, set_data, t_, torch::load, assigning to data); the replacement "
+              "was undone and the sharded values kept",
+              "Call fsdp->restore() first and prepare_fsdp afterwards, or write the values with parameter.copy_() under NoGrad");
+}
+
+void Sharding::check_gradient(Parameter& parameter) {
+  // In a backward autograd itself puts a plain gradient there, an instant before our hook takes it.
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  const at::Tensor window = parameter.lock_window();
+  if (!window.defined() || !window.grad().defined() || KeyedStorage::of(window.grad()) != nullptr) return;
+  throw_error(where("use of a sharded model", &parameter),
+              "its gradient was assigned from outside; the optimizer, which holds the shard, would not see it",
+              "Write into the gradient that is there (parameter.grad().copy_()), or clear it with parameter.mutable_grad().reset()");
+}
+
+void Sharding::storage_released(KeyedStorage& storage) noexcept {
+  std::lock_guard lock(mutex);
+  if (restored) return;
+  Parameter& parameter = storage.parameter();
+  switch (storage.role()) {
+    case Role::kWindow:
+      // Module::to and set_data release the storage they replace. The next touch looks whether a window is still in place.
+      if (!closing_) moved_ = true;
+      break;
+    case Role::kFacade:
+      // The window's gradient handle is being destroyed right now, so the window itself must not be looked at.
+      if (parameter.facade != &storage) break;
+      parameter.facade = nullptr;
+      if (closing_) break;
+      parameter.pending.reset();
+      parameter.shard_gradient = nullptr;
+      parameter.shard.mutable_grad().reset();
+      break;
+    case Role::kShardGradient:
+      if (parameter.shard_gradient != &storage) break;
+      parameter.shard_gradient = nullptr;
+      if (closing_) break;
+      parameter.pending.reset();
+      if (parameter.facade == nullptr) break;
+      parameter.facade = nullptr;
+      if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
+      break;
+    case Role::kShard:
+      break;
+  }
+}
+
+void Sharding::forget_gradient(Parameter& parameter) noexcept {
+  ClosingScope on_purpose(*this);
+  parameter.pending.reset();
+  if (parameter.facade != nullptr) {
+    parameter.facade = nullptr;
+    if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
+  }
+  if (parameter.shard_gradient != nullptr) {
+    parameter.shard_gradient = nullptr;
+    parameter.shard.mutable_grad().reset();
+  }
+}
+
+}  // namespace rebind::runtime
