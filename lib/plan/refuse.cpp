@@ -120,7 +120,8 @@ std::optional<Refusal> unsupported_parameter(const at::Tensor& tensor) {
   if (tensor.is_inference()) {
     return Refusal{"it was made under InferenceMode, which is not supported", "Build the model outside InferenceMode"};
   }
-  if (!tensor.is_contiguous() || tensor.is_neg() || tensor.is_conj()) {
+  if (tensor.is_neg()) return Refusal{"it is a negated view, which is not supported", "Register t.resolve_neg() instead"};
+  if (!tensor.is_contiguous()) {
     return Refusal{absl::StrCat("it has shape ", shape_text(tensor.sizes().vec()), " and strides ", shape_text(tensor.strides().vec()),
                                 ", only contiguous tensors are supported yet"),
                    "Register t.contiguous() instead (channels_last and transposed weights are such tensors)"};
