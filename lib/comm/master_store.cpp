@@ -11,11 +11,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 
 #include "lib/base/error.h"
 
@@ -70,9 +73,27 @@ std::string probe(const std::string& host, uint16_t port, Clock::time_point dead
   return problem;
 }
 
-std::string first_line(const c10::Error& e) {
-  const std::string text = e.what_without_backtrace();
+std::string first_line(const std::exception& e) {
+  const auto* error = dynamic_cast<const c10::Error*>(&e);
+  const std::string text = error != nullptr ? error->what_without_backtrace() : e.what();
   return text.substr(0, text.find('\n'));
+}
+
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+// On a thread of its own: LibTorch's client waits for ever for a listener that is no store and never answers. Then the thread is
+// left behind, for a program that is about to end with an error.
+std::future<Store> open_store(const std::string& host, const c10d::TCPStoreOptions& options) {
+  std::promise<Store> promise;
+  std::future<Store> result = promise.get_future();
+  std::thread([promise = std::move(promise), host, options]() mutable {
+    try {
+      promise.set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
+    } catch (...) {
+      promise.set_exception(std::current_exception());
+    }
+  }).detach();
+  return result;
 }
 
 }  // namespace
@@ -84,12 +105,12 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> connect_master_store(const Launc
   const Clock::time_point deadline = Clock::now() + timeout;
 
   if (!serves) {
-    std::string problem;
+    std::string refusal;
     milliseconds pause(20);
-    while (!(problem = probe(launch.master_address, launch.master_port, deadline)).empty()) {
+    while (!(refusal = probe(launch.master_address, launch.master_port, deadline)).empty()) {
       if (Clock::now() + pause >= deadline) {
         return error(absl::StatusCode::kDeadlineExceeded, where,
-                     absl::StrCat("no answer from the master at ", place, " within ", timeout.count(), " ms (", problem, ")"),
+                     absl::StrCat("no answer from the master at ", place, " within ", timeout.count(), " ms (", refusal, ")"),
                      "Check MASTER_ADDR and MASTER_PORT, and that rank 0 (or torchrun) runs there and can be reached");
       }
       std::this_thread::sleep_for(pause);
@@ -102,14 +123,17 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> connect_master_store(const Launc
   options.isServer = serves;
   options.waitWorkers = false;
   options.timeout = until(deadline);
+  const std::string problem = serves ? "cannot serve the store at " : "the store did not answer at ";
+  const std::string remedy = serves ? "Choose another MASTER_PORT; MASTER_ADDR must be an address of this host"
+                                    : "Check MASTER_ADDR and MASTER_PORT: something else may be listening there";
+  std::future<Store> store = open_store(launch.master_address, options);
+  if (store.wait_until(deadline) != std::future_status::ready) {
+    return error(absl::StatusCode::kDeadlineExceeded, where, absl::StrCat(problem, place, " within ", timeout.count(), " ms"), remedy);
+  }
   try {
-    auto store = c10::make_intrusive<c10d::TCPStore>(launch.master_address, options);
-    return c10::make_intrusive<c10d::PrefixStore>(launch.key_prefix, std::move(store));
-  } catch (const c10::Error& e) {
-    return error(absl::StatusCode::kUnavailable, where,
-                 absl::StrCat(serves ? "cannot serve the store at " : "the store did not answer at ", place, " (", first_line(e), ")"),
-                 serves ? "Choose another MASTER_PORT; MASTER_ADDR must be an address of this host"
-                        : "Check MASTER_ADDR and MASTER_PORT: something else may be listening there");
+    return c10::make_intrusive<c10d::PrefixStore>(launch.key_prefix, store.get());
+  } catch (const std::exception& e) {
+    return error(absl::StatusCode::kUnavailable, where, absl::StrCat(problem, place, " (", first_line(e), ")"), remedy);
   }
 }
 

@@ -32,7 +32,7 @@ std::string first_line(const std::exception& e) {
 absl::Status check(const ProcessGroupOptions& options, int rank, int world_size, const Where& where) {
   if (world_size < 1 || rank < 0 || rank >= world_size) {
     return error(absl::StatusCode::kInvalidArgument, where,
-                 absl::StrCat("rank ", rank, " of ", world_size, ", expected 0 <= rank < world size"), "");
+                 absl::StrCat("rank ", rank, " of ", world_size, ", expected 0 <= rank < world size"), "Pass each rank its own number");
   }
   if (options.timeout <= milliseconds(0)) {
     return error(absl::StatusCode::kInvalidArgument, where,
