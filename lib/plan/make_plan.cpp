@@ -185,9 +185,10 @@ class Planner {
         for (const at::Tensor& tensor : groups[g].params()) elements += tensor.numel();
         const After& held = after[{static_cast<int>(o), static_cast<int>(g)}];
         plan_.groups.push_back(absl::StrCat(
-            "optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, " (", census_.adapters[o]->options_text(groups[g].options()),
-            "): ", count_text(static_cast<int64_t>(groups[g].params().size()), "tensor"), ", ", count_text(elements, "element"), " -> ",
-            count_text(held.tensors, "shard"), ", ", count_text(held.elements, "element")));
+            "optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, ": ",
+            count_text(static_cast<int64_t>(groups[g].params().size()), "tensor"), ", ", count_text(elements, "element"), " -> ",
+            count_text(held.tensors, "shard"), ", ", count_text(held.elements, "element"), "; ",
+            census_.adapters[o]->options_text(groups[g].options())));
       }
     }
   }

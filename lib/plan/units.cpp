@@ -88,7 +88,10 @@ std::string owner_of(std::string path, const Paths& units) {
 }
 
 std::string unit_name(const Census& census, int model, const std::string& owner, UnitPolicy::Kind kind) {
-  if (census.models.size() > 1) return join_path(census.models[static_cast<size_t>(model)].name, owner);
+  if (census.models.size() > 1) {
+    const std::string& name = census.models[static_cast<size_t>(model)].name;
+    return owner.empty() ? name : join_path(name, owner);
+  }
   if (!owner.empty()) return owner;
   return kind == UnitPolicy::Kind::kWholeModel ? "model" : "<root>";
 }

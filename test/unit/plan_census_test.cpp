@@ -132,10 +132,10 @@ TEST_CASE("census: empty groups are kept in the plan", "[plan][census]") {
   Bag model({{"a", {2}}});
   torch::optim::SGD sgd({OptimizerParamGroup(std::vector<at::Tensor>{}), OptimizerParamGroup({model["a"]})}, 0.1);
   CHECK(render(plan_fsdp(model, {&sgd}, 0, 1), [](const FsdpPlan& p) { return joined(p.groups, "\n"); }) ==
-        "optimizers[0] SGD, group 0 (lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0): "
-        "0 tensors, 0 elements -> 0 shards, 0 elements\n"
-        "optimizers[0] SGD, group 1 (lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0): "
-        "1 tensor, 2 elements -> 1 shard, 2 elements");
+        "optimizers[0] SGD, group 0: 0 tensors, 0 elements -> 0 shards, 0 elements; "
+        "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0\n"
+        "optimizers[0] SGD, group 1: 1 tensor, 2 elements -> 1 shard, 2 elements; "
+        "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0");
 }
 
 TEST_CASE("census: with several models a name begins with its model's", "[plan][census]") {
