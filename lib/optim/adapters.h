@@ -6,7 +6,8 @@
 //   auto cut = adapter->put_together(parts);
 //
 // An optimizer, its options and its states are recognised by their exact dynamic type; a class derived from a known one is unknown
-// (it may override step, or hold more than it shows). To add an optimizer: write a file beside adam.cpp and list it in adapters.cpp.
+// (it may override step, or hold more than it shows). To add an optimizer: write a file beside adam.cpp and list it in
+// adapters.cpp.
 #pragma once
 
 #include <cstdint>

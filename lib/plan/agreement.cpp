@@ -75,13 +75,15 @@ void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
     const ParameterPlan& entry = plan.parameters[p];
     const std::string subject = absl::StrCat("parameter '", parameter.names.front(), "': ");
     if (parameter.names.size() > 1) {
-      lines.push_back(absl::StrCat(subject, "also '", absl::StrJoin(parameter.names.begin() + 1, parameter.names.end(), "', '"), "'"));
+      lines.push_back(
+          absl::StrCat(subject, "also '", absl::StrJoin(parameter.names.begin() + 1, parameter.names.end(), "', '"), "'"));
     }
-    lines.push_back(absl::StrCat(subject, "strides ", shape_text(entry.strides), ", requires_grad ", entry.requires_grad ? "true" : "false",
-                                 ", gradient ", parameter.tensor.grad().defined() ? "defined" : "undefined"));
+    lines.push_back(absl::StrCat(subject, "strides ", shape_text(entry.strides), ", requires_grad ",
+                                 entry.requires_grad ? "true" : "false", ", gradient ",
+                                 parameter.tensor.grad().defined() ? "defined" : "undefined"));
     for (const Holder& holder : parameter.holders) {
-      lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[", holder.index,
-                                   "], state ", state_text(census, parameter, holder)));
+      lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[",
+                                   holder.index, "], state ", state_text(census, parameter, holder)));
     }
     lines.push_back(absl::StrCat(subject, "unit '", plan.units[static_cast<size_t>(entry.unit)].name, "', buffer ", entry.buffer,
                                  ", offset ", entry.offset));
@@ -91,8 +93,8 @@ void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
 void add_units(const FsdpPlan& plan, Lines& lines) {
   for (const UnitPlan& unit : plan.units) {
     for (const BufferPlan& buffer : unit.buffers) {
-      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), ", ", count_text(buffer.numel, "element"), ", ",
-                                   buffer.shard_numel, " a rank"));
+      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), ", ", count_text(buffer.numel, "element"),
+                                   ", ", buffer.shard_numel, " a rank"));
     }
   }
 }
@@ -115,8 +117,8 @@ std::vector<std::string> agreement_lines(const Census& census, const FsdpPlan& p
 }
 
 std::string first_difference(const std::vector<std::string>& rank0, const std::vector<std::string>& other, int other_rank) {
-  const size_t at = static_cast<size_t>(
-      std::mismatch(rank0.begin(), rank0.end(), other.begin(), other.end()).first - rank0.begin());
+  const size_t at =
+      static_cast<size_t>(std::mismatch(rank0.begin(), rank0.end(), other.begin(), other.end()).first - rank0.begin());
   if (at == rank0.size() && at == other.size()) return "";
   return absl::StrCat("rank ", other_rank, " has ", has_text(other, at), ", rank 0 has ", has_text(rank0, at));
 }

@@ -32,7 +32,8 @@ absl::Status check_models(const std::vector<NamedModule>& models, const Where& w
     const auto [at, is_new] = seen.emplace(module, m);
     if (!is_new) {
       return error(StatusCode::kInvalidArgument, where,
-                   absl::StrCat("models[", m, "] '", name, "' is the same module as models[", at->second, "]"), "Pass each model once");
+                   absl::StrCat("models[", m, "] '", name, "' is the same module as models[", at->second, "]"),
+                   "Pass each model once");
     }
     if (models.size() == 1) continue;
     // Names are prefixes of parameter names, which must stay unique.
@@ -168,8 +169,8 @@ class CensusTaker {
         }
         for (const size_t p : repeated) {
           const std::string often = times[p] == 2 ? "twice" : absl::StrCat(times[p], " times");
-          census_.notes.push_back(absl::StrCat("optimizers[", o, "], group ", g, " lists '", census_.parameters[p].names.front(), "' ",
-                                               often, ": it will be stepped once"));
+          census_.notes.push_back(absl::StrCat("optimizers[", o, "], group ", g, " lists '", census_.parameters[p].names.front(),
+                                               "' ", often, ": it will be stepped once"));
         }
       }
     }
@@ -201,9 +202,10 @@ class CensusTaker {
         if (first == second) continue;
         Where here = place(static_cast<size_t>(b.optimizer));
         here.parameter = parameter.names.front();
-        return error(StatusCode::kInvalidArgument, here,
-                     absl::StrCat("groups ", a.group, " and ", b.group, " both hold it with different options: ", first, " and ", second),
-                     "Keep it in one group");
+        return error(
+            StatusCode::kInvalidArgument, here,
+            absl::StrCat("groups ", a.group, " and ", b.group, " both hold it with different options: ", first, " and ", second),
+            "Keep it in one group");
       }
     }
     return absl::OkStatus();
@@ -224,7 +226,8 @@ class CensusTaker {
         if (!census_.adapters[o]->knows(*state)) {
           Where here = place(o, holder.group);
           here.parameter = parameter.names.front();
-          return error(StatusCode::kUnimplemented, here, absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"),
+          return error(StatusCode::kUnimplemented, here,
+                       absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"),
                        "Erase that state, then call again");
         }
         if (h > 0) continue;

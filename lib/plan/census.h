@@ -42,7 +42,8 @@ const torch::optim::OptimizerParamState* state_of(const torch::optim::Optimizer&
 void for_each_buffer(const Census& census, const std::function<void(const std::string& name, const at::Tensor& buffer)>& visit);
 
 // `where` gives call and rank for messages.
-//   InvalidArgument     a null or repeated model or optimizer, a model without parameters, one tensor in two groups of one optimizer
+//   InvalidArgument     a null or repeated model or optimizer, a model without parameters, one tensor in two groups of one
+//   optimizer
 //                       with different options
 //   FailedPrecondition  a parameter or an optimizer's tensor is sharded already
 //   Unimplemented       a type of optimizer, options or state; a tensor in an optimizer that belongs to no given model

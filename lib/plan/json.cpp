@@ -9,8 +9,9 @@ namespace {
 using nlohmann::ordered_json;
 
 ordered_json json_of(const BufferPlan& buffer) {
-  return {{"dtype", plan::dtype_text(buffer.dtype)}, {"requires_grad", buffer.requires_grad}, {"parameters", buffer.parameters},
-          {"numel", buffer.numel},                   {"padded_numel", buffer.padded_numel},   {"shard_numel", buffer.shard_numel}};
+  return {{"dtype", plan::dtype_text(buffer.dtype)}, {"requires_grad", buffer.requires_grad},
+          {"parameters", buffer.parameters},         {"numel", buffer.numel},
+          {"padded_numel", buffer.padded_numel},     {"shard_numel", buffer.shard_numel}};
 }
 
 ordered_json json_of(const UnitPlan& unit) {
@@ -48,7 +49,8 @@ ordered_json json_of(const MemoryForecast& memory) {
 }  // namespace
 
 std::string FsdpPlan::to_json() const {
-  ordered_json json = {{"rank", rank}, {"world_size", world_size}, {"units", ordered_json::array()}, {"parameters", ordered_json::array()}};
+  ordered_json json = {
+      {"rank", rank}, {"world_size", world_size}, {"units", ordered_json::array()}, {"parameters", ordered_json::array()}};
   for (const UnitPlan& unit : units) json["units"].push_back(json_of(unit));
   for (const ParameterPlan& parameter : parameters) json["parameters"].push_back(json_of(parameter));
   json["memory"] = json_of(memory);

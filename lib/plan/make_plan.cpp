@@ -156,8 +156,7 @@ class Planner {
       }
     }
     memory.peak_gathered_bytes = plan_.world_size == 1 ? 0 : largest_unit_bytes;
-    memory.prepare_peak_bytes =
-        full_bytes + full_state_bytes + memory.parameter_bytes + state_shard_bytes + 2 * largest_unit_bytes;
+    memory.prepare_peak_bytes = full_bytes + full_state_bytes + memory.parameter_bytes + state_shard_bytes + 2 * largest_unit_bytes;
   }
 
   static bool is_first_of_optimizer(const ParameterPlan& entry, const Holder& holder) {
@@ -184,11 +183,11 @@ class Planner {
         int64_t elements = 0;
         for (const at::Tensor& tensor : groups[g].params()) elements += tensor.numel();
         const After& held = after[{static_cast<int>(o), static_cast<int>(g)}];
-        plan_.groups.push_back(absl::StrCat(
-            "optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, ": ",
-            count_text(static_cast<int64_t>(groups[g].params().size()), "tensor"), ", ", count_text(elements, "element"), " -> ",
-            count_text(held.tensors, "shard"), ", ", count_text(held.elements, "element"), "; ",
-            census_.adapters[o]->options_text(groups[g].options())));
+        plan_.groups.push_back(absl::StrCat("optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, ": ",
+                                            count_text(static_cast<int64_t>(groups[g].params().size()), "tensor"), ", ",
+                                            count_text(elements, "element"), " -> ", count_text(held.tensors, "shard"), ", ",
+                                            count_text(held.elements, "element"), "; ",
+                                            census_.adapters[o]->options_text(groups[g].options())));
       }
     }
   }
@@ -204,7 +203,8 @@ class Planner {
     }
     if (options_.coalesce && !census_.optimizers.empty()) plan_.notes.push_back("one optimizer tensor per parameter");
     if (options_.prefetch_units > 1) {
-      plan_.notes.push_back(absl::StrCat("prefetch_units = ", options_.prefetch_units, " has no effect yet: nothing is prefetched"));
+      plan_.notes.push_back(
+          absl::StrCat("prefetch_units = ", options_.prefetch_units, " has no effect yet: nothing is prefetched"));
     }
   }
 

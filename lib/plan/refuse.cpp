@@ -45,7 +45,8 @@ std::optional<Refusal> unsupported_option(const FsdpOptions& options) {
                    "Use ShardingStrategy::kFullShard"};
   }
   if (options.unit_policy.kind() == UnitPolicy::Kind::kBySize) {
-    return Refusal{"options.unit_policy is by_size, which is not supported yet", "Use automatic, by_module, by_type or whole_model"};
+    return Refusal{"options.unit_policy is by_size, which is not supported yet",
+                   "Use automatic, by_module, by_type or whole_model"};
   }
   if (options.mixed_precision.param_dtype || options.mixed_precision.reduce_dtype) {
     const bool param = options.mixed_precision.param_dtype.has_value();
@@ -73,13 +74,13 @@ std::optional<Refusal> unsupported_option(const FsdpOptions& options) {
 }
 
 std::optional<Refusal> impossible_option(const FsdpOptions& options) {
-  if (options.gradient_divide_factor &&
-      (!std::isfinite(*options.gradient_divide_factor) || *options.gradient_divide_factor == 0)) {
+  if (options.gradient_divide_factor && (!std::isfinite(*options.gradient_divide_factor) || *options.gradient_divide_factor == 0)) {
     return Refusal{absl::StrCat("options.gradient_divide_factor is ", optim::exact_text(*options.gradient_divide_factor)),
                    "Use a finite number other than 0, or leave it unset for the mean over the ranks"};
   }
   if (options.collective_timeout.count() <= 0) {
-    return Refusal{absl::StrCat("options.collective_timeout is ", options.collective_timeout.count(), " ms"), "Use a positive time"};
+    return Refusal{absl::StrCat("options.collective_timeout is ", options.collective_timeout.count(), " ms"),
+                   "Use a positive time"};
   }
   if (options.prefetch_units < 0) {
     return Refusal{absl::StrCat("options.prefetch_units is ", options.prefetch_units), "Use 0 or more"};
@@ -122,8 +123,8 @@ std::optional<Refusal> unsupported_parameter(const at::Tensor& tensor) {
   }
   if (tensor.is_neg()) return Refusal{"it is a negated view, which is not supported", "Register t.resolve_neg() instead"};
   if (!tensor.is_contiguous()) {
-    return Refusal{absl::StrCat("it has shape ", shape_text(tensor.sizes().vec()), " and strides ", shape_text(tensor.strides().vec()),
-                                ", only contiguous tensors are supported yet"),
+    return Refusal{absl::StrCat("it has shape ", shape_text(tensor.sizes().vec()), " and strides ",
+                                shape_text(tensor.strides().vec()), ", only contiguous tensors are supported yet"),
                    "Register t.contiguous() instead (channels_last and transposed weights are such tensors)"};
   }
   if (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
@@ -148,7 +149,8 @@ std::optional<Refusal> unsupported_gradient(const at::Tensor& parameter) {
     return Refusal{absl::StrCat("its gradient is ", describe(gradient), ", the parameter ", describe(parameter)), remedy};
   }
   if (!gradient.is_contiguous()) {
-    return Refusal{absl::StrCat("its gradient has strides ", shape_text(gradient.strides().vec()), " and is not contiguous"), remedy};
+    return Refusal{absl::StrCat("its gradient has strides ", shape_text(gradient.strides().vec()), " and is not contiguous"),
+                   remedy};
   }
   if (gradient.requires_grad()) {
     return Refusal{"its gradient is part of a graph (backward with create_graph=true), which cannot be kept", remedy};
@@ -185,10 +187,11 @@ absl::Status check_storages(const Census& census, const Where& where) {
   const auto refuse = [&](const std::string& name, bool is_parameter, const std::string& other) {
     Where here = where;
     if (is_parameter) here.parameter = name;
-    return error(StatusCode::kUnimplemented, here,
-                 absl::StrCat(is_parameter ? "it" : absl::StrCat("buffer '", name, "'"), " shares its storage with parameter '", other, "'"),
-                 is_parameter ? "Give each its own memory (clone()), or register one and the same tensor under both names"
-                              : "Give the buffer its own memory (clone())");
+    return error(
+        StatusCode::kUnimplemented, here,
+        absl::StrCat(is_parameter ? "it" : absl::StrCat("buffer '", name, "'"), " shares its storage with parameter '", other, "'"),
+        is_parameter ? "Give each its own memory (clone()), or register one and the same tensor under both names"
+                     : "Give the buffer its own memory (clone())");
   };
   const auto add = [&](const at::Tensor& tensor, const std::string& name, bool is_parameter) {
     const c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -223,10 +226,11 @@ absl::Status check_storages(const Census& census, const Where& where) {
 absl::Status check_buffers(const Census& census, const Where& where) {
   absl::Status status;
   for_each_buffer(census, [&](const std::string& name, const at::Tensor& buffer) {
-    if (!status.ok() || (buffer.is_cpu() && buffer.layout() == at::kStrided && !buffer.is_quantized() && !buffer.is_nested())) return;
+    if (!status.ok() || (buffer.is_cpu() && buffer.layout() == at::kStrided && !buffer.is_quantized() && !buffer.is_nested()))
+      return;
     status = error(StatusCode::kUnimplemented, where,
-                   absl::StrCat("buffer '", name, "' is a ", text_of(buffer.layout()), " ", dtype_text(buffer.scalar_type()), " tensor on ",
-                                buffer.device().str(), ", only dense tensors on cpu are supported yet"),
+                   absl::StrCat("buffer '", name, "' is a ", text_of(buffer.layout()), " ", dtype_text(buffer.scalar_type()),
+                                " tensor on ", buffer.device().str(), ", only dense tensors on cpu are supported yet"),
                    "Move it to the CPU, or do not register it");
   });
   return status;

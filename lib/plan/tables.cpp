@@ -104,9 +104,9 @@ std::string holders_text(const std::vector<Holder>& holders) {
 std::string parameters_text(const FsdpPlan& plan) {
   Table table({"parameter", "shape", "unit", ">offset", "this rank", "held by"});
   for (const ParameterPlan& parameter : plan.parameters) {
-    table.add({absl::StrJoin(parameter.names, " = "), shape_text(parameter.sizes), plan.units[static_cast<size_t>(parameter.unit)].name,
-               count_text(parameter.offset), plan::interval_text(parameter.shard.begin, parameter.shard.end),
-               holders_text(parameter.holders)});
+    table.add({absl::StrJoin(parameter.names, " = "), shape_text(parameter.sizes),
+               plan.units[static_cast<size_t>(parameter.unit)].name, count_text(parameter.offset),
+               plan::interval_text(parameter.shard.begin, parameter.shard.end), holders_text(parameter.holders)});
   }
   return table.text() + "(held by: optimizer.group[index])\n";
 }

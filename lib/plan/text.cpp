@@ -49,9 +49,7 @@ std::string bytes_text(int64_t bytes) {
   return text;
 }
 
-std::string interval_text(int64_t begin, int64_t end) {
-  return begin == end ? "-" : absl::StrCat("[", begin, ", ", end, ")");
-}
+std::string interval_text(int64_t begin, int64_t end) { return begin == end ? "-" : absl::StrCat("[", begin, ", ", end, ")"); }
 
 std::string some_of(const std::vector<std::string>& names, size_t shown) {
   std::string text;

@@ -37,7 +37,8 @@ class BlockFinder {
     std::string text;
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
-      absl::StrAppend(&text, item.key(), ":", static_cast<int>(item.value().scalar_type()), shape_text(item.value().sizes().vec()), ";");
+      absl::StrAppend(&text, item.key(), ":", static_cast<int>(item.value().scalar_type()), shape_text(item.value().sizes().vec()),
+                      ";");
     }
     for (const auto& child : module.named_children()) {
       const int signature = signature_of(*child.value(), join_path(path, child.key()));
@@ -106,7 +107,8 @@ absl::StatusOr<UnitAssignment> assign_units(const Census& census, const UnitPoli
     try {
       units.push_back(unit_modules(*model.module, policy));
     } catch (const std::exception& thrown) {
-      return error(absl::StatusCode::kInvalidArgument, where, absl::StrCat("options.unit_policy's predicate threw: ", thrown.what()),
+      return error(absl::StatusCode::kInvalidArgument, where,
+                   absl::StrCat("options.unit_policy's predicate threw: ", thrown.what()),
                    "Give by_module a function that does not throw");
     }
   }

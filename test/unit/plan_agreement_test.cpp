@@ -38,7 +38,8 @@ struct Program {
     b = model.register_module("b", std::make_shared<Bag>(Bag({{"weight", {2, 4}}})));
   }
   Lines lines(int rank = 0) {
-    std::vector<OptimizerParamGroup> groups = {OptimizerParamGroup({(*a)["weight"], (*b)["weight"]}), OptimizerParamGroup({(*a)["bias"]})};
+    std::vector<OptimizerParamGroup> groups = {OptimizerParamGroup({(*a)["weight"], (*b)["weight"]}),
+                                               OptimizerParamGroup({(*a)["bias"]})};
     if (swap_groups) std::swap(groups[0], groups[1]);
     torch::optim::AdamW adamw(groups, AdamWOptions(lr));
     if (stepped) {
@@ -116,13 +117,16 @@ TEST_CASE("agreement: a parameter more, or another, is named", "[plan][agreement
 }
 
 TEST_CASE("agreement: a buffer, a tie and a defined gradient are compared", "[plan][agreement]") {
-  CHECK(difference([](Program& program) { program.model.register_module("norm", torch::nn::BatchNorm1d(
-                                              torch::nn::BatchNorm1dOptions(3).affine(false)).ptr()); }) ==
-        "rank 1 has \"buffer 'norm.running_mean': float32 [3]\", rank 0 has \"no more buffers\"");
+  CHECK(difference([](Program& program) {
+          program.model.register_module("norm", torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(3).affine(false)).ptr());
+        }) == "rank 1 has \"buffer 'norm.running_mean': float32 [3]\", rank 0 has \"no more buffers\"");
   CHECK(difference([](Program& program) { program.b->register_parameter("tied", (*program.a)["bias"]); }) ==
-        "rank 1 has \"parameter 'a.bias': also 'b.tied'\", rank 0 has \"parameter 'a.bias': strides [1], requires_grad true, gradient "
+        "rank 1 has \"parameter 'a.bias': also 'b.tied'\", rank 0 has \"parameter 'a.bias': strides [1], requires_grad true, "
+        "gradient "
         "undefined\"");
-  CHECK(difference([](Program& program) { (*program.a)["weight"].mutable_grad() = at::ones({4, 3}); }) ==
+  CHECK(difference([](Program& program) {
+          (*program.a)["weight"].mutable_grad() = at::ones({4, 3});
+        }) ==
         "rank 1 has \"parameter 'a.weight': strides [3, 1], requires_grad true, gradient defined\", "
         "rank 0 has \"parameter 'a.weight': strides [3, 1], requires_grad true, gradient undefined\"");
 }
@@ -141,7 +145,8 @@ TEST_CASE("agreement: the order of groups is compared", "[plan][agreement]") {
 
 TEST_CASE("agreement: state on one rank only is named", "[plan][agreement]") {
   CHECK(difference([](Program& program) { program.stepped = true; }) ==
-        "rank 1 has \"parameter 'a.bias': in optimizers[0], group 1, params()[0], state exp_avg float32 [4], exp_avg_sq float32 [4], step "
+        "rank 1 has \"parameter 'a.bias': in optimizers[0], group 1, params()[0], state exp_avg float32 [4], exp_avg_sq float32 "
+        "[4], step "
         "1\", rank 0 has \"parameter 'a.bias': in optimizers[0], group 1, params()[0], state none\"");
 }
 
@@ -156,7 +161,8 @@ TEST_CASE("agreement: optimizers are compared by number and type", "[plan][agree
 }
 
 TEST_CASE("agreement: world size and options are compared", "[plan][agreement]") {
-  CHECK(difference([](Program& program) { program.world_size = 3; }) == "rank 1 has \"world size: 3\", rank 0 has \"world size: 2\"");
+  CHECK(difference([](Program& program) { program.world_size = 3; }) ==
+        "rank 1 has \"world size: 3\", rank 0 has \"world size: 2\"");
   const auto options_differ = [](const std::function<void(FsdpOptions&)>& change) {
     return difference([&](Program& program) { change(program.options); });
   };
@@ -172,8 +178,9 @@ TEST_CASE("agreement: world size and options are compared", "[plan][agreement]")
         "rank 1 has \"options.collective_timeout: 1500 ms\", rank 0 has \"options.collective_timeout: 600000 ms\"");
   CHECK(options_differ([](FsdpOptions& o) { o.check_order = true; }) ==
         "rank 1 has \"options.check_order: true\", rank 0 has \"options.check_order: false\"");
-  CHECK(options_differ([](FsdpOptions& o) { o.layout_rules = {8, 8}; }) ==
-        "rank 1 has \"options.layout_rules: slot 8, quantum 8\", rank 0 has \"options.layout_rules: slot 0, quantum 0\"");
+  CHECK(options_differ([](FsdpOptions& o) {
+          o.layout_rules = {8, 8};
+        }) == "rank 1 has \"options.layout_rules: slot 8, quantum 8\", rank 0 has \"options.layout_rules: slot 0, quantum 0\"");
 }
 
 TEST_CASE("agreement: unit policies are compared by the units they make", "[plan][agreement]") {

@@ -123,7 +123,8 @@ TEST_CASE("census: a parameter in two groups with different options is refused",
   torch::optim::SGD sgd({OptimizerParamGroup({model["a"]}), OptimizerParamGroup({model["b"], model["a"]})}, 0.1);
   static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[1].options()).momentum(0.5);
   CHECK(outcome(plan_fsdp(model, {&sgd}, 1, 2)) ==
-        "INVALID_ARGUMENT: plan_fsdp, rank 1: parameter 'a' (SGD, optimizers[0]): groups 0 and 1 both hold it with different options: "
+        "INVALID_ARGUMENT: plan_fsdp, rank 1: parameter 'a' (SGD, optimizers[0]): groups 0 and 1 both hold it with different "
+        "options: "
         "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0 and lr=0.1 momentum=0.5 dampening=0 weight_decay=0 nesterov=0. "
         "Keep it in one group.");
 }

@@ -149,7 +149,8 @@ TEST_CASE("layout: every element belongs to exactly one rank, every offset is al
     const int world_size = std::uniform_int_distribution(1, 17)(random);
     const LayoutRules rules = all_rules[std::uniform_int_distribution<size_t>(0, all_rules.size() - 1)(random)];
     std::vector<int64_t> numels(std::uniform_int_distribution<size_t>(1, 12)(random));
-    for (int64_t& numel : numels) numel = std::uniform_int_distribution(0, 3)(random) * std::uniform_int_distribution(0, 41)(random);
+    for (int64_t& numel : numels)
+      numel = std::uniform_int_distribution(0, 3)(random) * std::uniform_int_distribution(0, 41)(random);
     CAPTURE(round, world_size, rules.slot, rules.quantum, numels);
 
     const FlatLayout layout = flat_layout(numels, world_size, rules);

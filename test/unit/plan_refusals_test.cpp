@@ -109,7 +109,8 @@ TEST_CASE("plan: refuses optimizers that it does not know, by type and position"
   torch::optim::Adagrad adagrad(model.parameters());
   MySgd derived(model.parameters(), 0.1);
   CHECK(outcome(plan_fsdp(model, {&sgd, &lbfgs}, 0, 1)) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 0: torch::optim::LBFGS, optimizers[1]: LBFGS looks across all parameters at once, so it cannot "
+        "UNIMPLEMENTED: plan_fsdp, rank 0: torch::optim::LBFGS, optimizers[1]: LBFGS looks across all parameters at once, so it "
+        "cannot "
         "run on shards. Use SGD, Adam or AdamW, or train without sharding.");
   const std::string remedy =
       ": this type of optimizer is not supported yet. Use torch::optim::SGD, Adam or AdamW itself, not a class derived from it.";
@@ -136,11 +137,13 @@ TEST_CASE("plan: refuses an optimizer's tensor that is in no model, by position"
   Bag model({{"a", {2}}});
   torch::optim::SGD sgd({OptimizerParamGroup({model["a"]}), OptimizerParamGroup({model["a"], at::ones({4, 3})})}, 0.1);
   CHECK(outcome(plan_fsdp(model, {&sgd}, 1, 2)) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: SGD, optimizers[0], group 1, params()[1]: a tensor of shape [4, 3] is no parameter of a given "
+        "UNIMPLEMENTED: plan_fsdp, rank 1: SGD, optimizers[0], group 1, params()[1]: a tensor of shape [4, 3] is no parameter of a "
+        "given "
         "model. Register it in the model, or give it an optimizer of its own.");
   sgd.param_groups()[1].params()[1] = at::Tensor();
   CHECK(outcome(plan_fsdp(model, {&sgd}, 1, 2)) ==
-        "INVALID_ARGUMENT: plan_fsdp, rank 1: SGD, optimizers[0], group 1, params()[1]: the tensor is undefined. Take it out of the group.");
+        "INVALID_ARGUMENT: plan_fsdp, rank 1: SGD, optimizers[0], group 1, params()[1]: the tensor is undefined. Take it out of "
+        "the group.");
 }
 
 TEST_CASE("plan: refuses what is sharded already, naming the first parameter", "[plan][refusal]") {
@@ -153,7 +156,8 @@ TEST_CASE("plan: refuses what is sharded already, naming the first parameter", "
         "Use Fsdp::of(model) to get its handle, or restore() before preparing it again.");
   Bag other({{"x", {2}}});
   CHECK(outcome(plan_fsdp(other, {&sgd}, 0, 2)) ==
-        "FAILED_PRECONDITION: plan_fsdp, rank 0: SGD, optimizers[0], group 0, params()[0]: the tensor is sharded already and belongs to "
+        "FAILED_PRECONDITION: plan_fsdp, rank 0: SGD, optimizers[0], group 0, params()[0]: the tensor is sharded already and "
+        "belongs to "
         "another model. Call restore() on the sharding it belongs to first.");
 }
 
@@ -177,7 +181,8 @@ TEST_CASE("plan: refuses dtypes other than the four floating ones", "[plan][refu
 
 TEST_CASE("plan: refuses two dtypes in one model, and accepts each floating one alone", "[plan][refusal]") {
   CHECK(outcome_with_b(at::ones({3}, at::kDouble)) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'b': it has dtype float64 and 'a' has float32, different dtypes in one model are not "
+        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'b': it has dtype float64 and 'a' has float32, different dtypes in one model "
+        "are not "
         "supported yet. Convert the model to one dtype before building the optimizer.");
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     Bag model({{"a", {2}}, {"b", {3}}}, dtype);
@@ -195,7 +200,8 @@ TEST_CASE("plan: refuses other devices", "[plan][refusal]") {
 
 TEST_CASE("plan: refuses sparse and quantized parameters", "[plan][refusal]") {
   CHECK(outcome_with_b(at::ones({3}).to_sparse()) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'b': it is a Sparse tensor, which is not supported. Use a dense (strided) tensor.");
+        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'b': it is a Sparse tensor, which is not supported. Use a dense (strided) "
+        "tensor.");
   CHECK(outcome_with_b(at::quantize_per_tensor(at::ones({3}), 0.5, 0, at::kQInt8), false) ==
         "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'b': it is a quantized tensor, which is not supported. "
         "Use a dense (strided) tensor.");
@@ -258,7 +264,8 @@ TEST_CASE("plan: refuses a buffer that shares a parameter's storage, and buffers
         "UNIMPLEMENTED: plan_fsdp, rank 1: buffer 'inside' shares its storage with parameter 'a'. "
         "Give the buffer its own memory (clone()).");
   CHECK(outcome_with([](Bag& model) { model.register_buffer("far", at::ones({3}, at::TensorOptions().device(at::kMeta))); }) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: buffer 'far' is a Strided float32 tensor on meta, only dense tensors on cpu are supported yet. "
+        "UNIMPLEMENTED: plan_fsdp, rank 1: buffer 'far' is a Strided float32 tensor on meta, only dense tensors on cpu are "
+        "supported yet. "
         "Move it to the CPU, or do not register it.");
   CHECK(outcome_with([](Bag& model) {
           const at::Tensor shared = at::ones({3});
@@ -272,10 +279,9 @@ struct NoHook : torch::autograd::PostAccumulateGradHook {
 };
 
 TEST_CASE("plan: refuses a parameter with a post-accumulate-grad hook, accepts ordinary hooks", "[plan][refusal]") {
-  CHECK(outcome_with([](Bag& model) {
-          torch::autograd::impl::set_post_acc_grad_hooks(model["a"], std::make_unique<NoHook>());
-        }) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'a': it has a post-accumulate-grad hook, whose place is needed to reduce gradients. "
+  CHECK(outcome_with([](Bag& model) { torch::autograd::impl::set_post_acc_grad_hooks(model["a"], std::make_unique<NoHook>()); }) ==
+        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'a': it has a post-accumulate-grad hook, whose place is needed to reduce "
+        "gradients. "
         "Remove the hook; a hook set by register_hook may stay.");
   CHECK(outcome_with([](Bag& model) { model["a"].register_hook([](at::Tensor) {}); }) == "accepted");
 }
@@ -287,9 +293,11 @@ TEST_CASE("plan: refuses gradients that are not like their parameter", "[plan][r
         subject + "is a Sparse tensor, which is not supported" + remedy);
   CHECK(outcome_with_gradient([] { return at::ones({2}, at::kDouble); }) ==
         subject + "is float64 [2] on cpu, the parameter float32 [2] on cpu" + remedy);
-  CHECK(outcome_with_gradient([] { return at::ones({1, 2}); }) ==
-        subject + "is float32 [1, 2] on cpu, the parameter float32 [2] on cpu" + remedy);
-  CHECK(outcome_with_gradient([] { return at::ones({1}).expand({2}); }) == subject + "has strides [0] and is not contiguous" + remedy);
+  CHECK(outcome_with_gradient([] {
+          return at::ones({1, 2});
+        }) == subject + "is float32 [1, 2] on cpu, the parameter float32 [2] on cpu" + remedy);
+  CHECK(outcome_with_gradient([] { return at::ones({1}).expand({2}); }) ==
+        subject + "has strides [0] and is not contiguous" + remedy);
   CHECK(outcome_with_gradient([] { return at::ones({2}).set_requires_grad(true) * 2; }) ==
         subject + "is part of a graph (backward with create_graph=true), which cannot be kept" + remedy);
   CHECK(outcome_with_gradient([] { return at::ones({2}); }) == "accepted");
@@ -305,7 +313,8 @@ TEST_CASE("plan: refuses state tensors of another shape, by name", "[plan][refus
     adam.state()[(*embed)["weight"].unsafeGetTensorImpl()] = std::move(state);
     return outcome(plan_fsdp(model, {&adam}, 1, 2));
   };
-  const std::string subject = "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'embed.weight' (Adam, optimizers[0], group 1): state 'exp_avg' ";
+  const std::string subject =
+      "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'embed.weight' (Adam, optimizers[0], group 1): state 'exp_avg' ";
   const std::string remedy = ". Erase or rebuild that state, then call again.";
   CHECK(outcome_with_state(at::zeros({8, 4})) == subject + "has shape [8, 4], the parameter has [16, 4]" + remedy);
   CHECK(outcome_with_state(at::zeros({64})) == subject + "has shape [64], the parameter has [16, 4]" + remedy);
@@ -340,8 +349,9 @@ TEST_CASE("plan: refuses options that are not supported yet, by name and value",
         subject + "reshard_after_forward is false, which is not supported yet. Leave it true.");
   CHECK(outcome_with_options([](FsdpOptions& o) { o.max_live_bytes = 4096; }) ==
         subject + "max_live_bytes is 4096, but a cap is not supported yet. Leave it unset: one unit is gathered at a time.");
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.ignored_parameters = {"a", "b."}; }) ==
-        subject + "ignored_parameters names 'a', 'b.', but ignored parameters are not supported yet. Leave it empty.");
+  CHECK(outcome_with_options([](FsdpOptions& o) {
+          o.ignored_parameters = {"a", "b."};
+        }) == subject + "ignored_parameters names 'a', 'b.', but ignored parameters are not supported yet. Leave it empty.");
 }
 
 TEST_CASE("plan: refuses option values that make no sense", "[plan][refusal]") {
@@ -356,20 +366,24 @@ TEST_CASE("plan: refuses option values that make no sense", "[plan][refusal]") {
   CHECK(outcome_with_options([](FsdpOptions& o) { o.collective_timeout = std::chrono::milliseconds(0); }) ==
         subject + "collective_timeout is 0 ms. Use a positive time.");
   CHECK(outcome_with_options([](FsdpOptions& o) { o.prefetch_units = -1; }) == subject + "prefetch_units is -1. Use 0 or more.");
-  const std::string rules_remedy =
-      ". Both must be positive and quantum a multiple of slot; leave both 0 to have them chosen.";
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.layout_rules = {3, 8}; }) ==
-        subject + "layout_rules has slot 3 and quantum 8" + rules_remedy);
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.layout_rules = {0, 8}; }) ==
-        subject + "layout_rules has slot 0 and quantum 8" + rules_remedy);
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.layout_rules = {8, 0}; }) ==
-        subject + "layout_rules has slot 8 and quantum 0" + rules_remedy);
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.layout_rules = {-8, -8}; }) ==
-        subject + "layout_rules has slot -8 and quantum -8" + rules_remedy);
+  const std::string rules_remedy = ". Both must be positive and quantum a multiple of slot; leave both 0 to have them chosen.";
+  CHECK(outcome_with_options([](FsdpOptions& o) {
+          o.layout_rules = {3, 8};
+        }) == subject + "layout_rules has slot 3 and quantum 8" + rules_remedy);
+  CHECK(outcome_with_options([](FsdpOptions& o) {
+          o.layout_rules = {0, 8};
+        }) == subject + "layout_rules has slot 0 and quantum 8" + rules_remedy);
+  CHECK(outcome_with_options([](FsdpOptions& o) {
+          o.layout_rules = {8, 0};
+        }) == subject + "layout_rules has slot 8 and quantum 0" + rules_remedy);
+  CHECK(outcome_with_options([](FsdpOptions& o) {
+          o.layout_rules = {-8, -8};
+        }) == subject + "layout_rules has slot -8 and quantum -8" + rules_remedy);
   CHECK(outcome_with_options([](FsdpOptions& o) { o.unit_policy = UnitPolicy::by_module(nullptr); }) ==
         subject + "unit_policy is by_module without a predicate. Give by_module a function.");
   CHECK(outcome_with_options([](FsdpOptions& o) {
-          o.unit_policy = UnitPolicy::by_module([](const std::string&, const torch::nn::Module&) -> bool { throw std::runtime_error("no"); });
+          o.unit_policy =
+              UnitPolicy::by_module([](const std::string&, const torch::nn::Module&) -> bool { throw std::runtime_error("no"); });
         }) == subject + "unit_policy's predicate threw: no. Give by_module a function that does not throw.");
 }
 

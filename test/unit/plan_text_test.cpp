@@ -21,8 +21,9 @@ using torch::optim::OptimizerParamGroup;
 
 TEST_CASE("plan: the tables of a small model", "[plan][text]") {
   torch::nn::Linear model(7, 3);
-  torch::optim::AdamW adamw({OptimizerParamGroup({model->weight}), OptimizerParamGroup({model->bias})});
-  const auto plan = plan_fsdp(*model, {&adamw}, /*rank=*/1, /*world_size=*/2);
+  torch::optim::SGD sgd({OptimizerParamGroup({model->weight}), OptimizerParamGroup({model->bias})},
+                        torch::optim::SGDOptions(1).momentum(0.9));
+  const auto plan = plan_fsdp(*model, {&sgd}, /*rank=*/1, /*world_size=*/2);
   REQUIRE(plan.ok());
   CHECK("\n" + plan->to_string() == R"(
 rank 1 of 2: 24 elements in 2 parameters, 1 unit
@@ -36,13 +37,13 @@ bias       [3]     <root>      24  [0, 3)     0.1[0]
 (held by: optimizer.group[index])
 
 groups
-  optimizers[0] AdamW, group 0: 1 tensor, 21 elements -> 1 shard, 5 elements; lr=0.001 betas=(0.9, 0.999) eps=1e-08 weight_decay=0.01 amsgrad=0
-  optimizers[0] AdamW, group 1: 1 tensor, 3 elements -> 1 shard, 3 elements; lr=0.001 betas=(0.9, 0.999) eps=1e-08 weight_decay=0.01 amsgrad=0
+  optimizers[0] SGD, group 0: 1 tensor, 21 elements -> 1 shard, 5 elements; lr=1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0
+  optimizers[0] SGD, group 1: 1 tensor, 3 elements -> 1 shard, 3 elements; lr=1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0
 
 memory of this rank
   parameters             64 B
   gradients              64 B
-  optimizer state        64 B
+  optimizer state        32 B
   gathered, at most     128 B
   peak of prepare_fsdp  416 B
 
@@ -68,8 +69,8 @@ TEST_CASE("plan: a table of 10,000 parameters is shortened", "[plan][text]") {
   REQUIRE(plan.ok());
   const std::string text = plan->to_string();
   CHECK(std::count(text.begin(), text.end(), '\n') == 50);
-  CHECK(text.find("\np23        [1]    <root>     184  -          -\n... 9,968 more ...\np9992      [1]    <root>  79,936  -          -\n") !=
-        std::string::npos);
+  CHECK(text.find("\np23        [1]    <root>     184  -          -\n... 9,968 more ...\np9992      [1]    <root>  79,936  -       "
+                  "   -\n") != std::string::npos);
   CHECK(text.find("\np9999 ") != std::string::npos);
   CHECK(text.find("in no optimizer, sharded but never stepped: 'p0', 'p1', 'p2' and 9,997 more") != std::string::npos);
 }
@@ -92,9 +93,11 @@ TEST_CASE("plan: the JSON holds everything", "[plan][text]") {
        "unit": 0, "buffer": 0, "offset": 0, "shard": [0, 0], "holders": [{"optimizer": 0, "group": 0, "index": 0}]},
       {"names": ["b"], "model": 0, "sizes": [3], "strides": [1], "dtype": "float32", "requires_grad": true,
        "unit": 0, "buffer": 0, "offset": 8, "shard": [0, 3], "holders": [{"optimizer": 0, "group": 0, "index": 1}]}],
-    "memory": {"parameter_bytes": 32, "gradient_bytes": 32, "state_bytes": 12, "peak_gathered_bytes": 64, "prepare_peak_bytes": 196},
+    "memory": {"parameter_bytes": 32, "gradient_bytes": 32, "state_bytes": 12, "peak_gathered_bytes": 64,
+               "prepare_peak_bytes": 196},
     "notes": ["one optimizer tensor per parameter"],
-    "groups": ["optimizers[0] SGD, group 0: 2 tensors, 9 elements -> 2 shards, 3 elements; lr=0.1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0"]
+    "groups": ["optimizers[0] SGD, group 0: 2 tensors, 9 elements -> 2 shards, 3 elements; )"
+                                                      R"(lr=0.1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0"]
   })"));
 }
 

@@ -116,7 +116,8 @@ TEST_CASE("units: a nested unit takes its parameters out of the one around it", 
   Gpt model(2);
   CHECK(units(model, by_names({"trunk", "trunk.blocks.1", "head"})) ==
         "<root>: tokens.weight places.weight | "
-        "trunk: trunk.blocks.0.norm.weight trunk.blocks.0.norm.bias trunk.blocks.0.attention.q.weight trunk.blocks.0.attention.k.weight | "
+        "trunk: trunk.blocks.0.norm.weight trunk.blocks.0.norm.bias trunk.blocks.0.attention.q.weight "
+        "trunk.blocks.0.attention.k.weight | "
         "trunk.blocks.1: trunk.blocks.1.norm.weight trunk.blocks.1.norm.bias trunk.blocks.1.attention.q.weight "
         "trunk.blocks.1.attention.k.weight | "
         "head: head.weight head.bias");
@@ -124,12 +125,13 @@ TEST_CASE("units: a nested unit takes its parameters out of the one around it", 
 
 TEST_CASE("units: by_type chooses modules by their type", "[plan][units]") {
   Gpt model(2);
-  CHECK(units(model, UnitPolicy::by_type<torch::nn::EmbeddingImpl, AttentionImpl>()) ==
-        "tokens: tokens.weight | places: places.weight | "
-        "<root>: trunk.blocks.0.norm.weight trunk.blocks.0.norm.bias trunk.blocks.1.norm.weight trunk.blocks.1.norm.bias head.weight "
-        "head.bias | "
-        "trunk.blocks.0.attention: trunk.blocks.0.attention.q.weight trunk.blocks.0.attention.k.weight | "
-        "trunk.blocks.1.attention: trunk.blocks.1.attention.q.weight trunk.blocks.1.attention.k.weight");
+  CHECK(
+      units(model, UnitPolicy::by_type<torch::nn::EmbeddingImpl, AttentionImpl>()) ==
+      "tokens: tokens.weight | places: places.weight | "
+      "<root>: trunk.blocks.0.norm.weight trunk.blocks.0.norm.bias trunk.blocks.1.norm.weight trunk.blocks.1.norm.bias head.weight "
+      "head.bias | "
+      "trunk.blocks.0.attention: trunk.blocks.0.attention.q.weight trunk.blocks.0.attention.k.weight | "
+      "trunk.blocks.1.attention: trunk.blocks.1.attention.q.weight trunk.blocks.1.attention.k.weight");
 }
 
 TEST_CASE("units: a unit that is left without parameters does not exist", "[plan][units]") {
@@ -149,7 +151,8 @@ TEST_CASE("units: the predicate sees the model itself under the empty name", "[p
           return false;
         }));
   CHECK(test::joined(names, " ") ==
-        "(model) tokens places trunk trunk.blocks trunk.blocks.0 trunk.blocks.0.norm trunk.blocks.0.attention trunk.blocks.0.attention.q "
+        "(model) tokens places trunk trunk.blocks trunk.blocks.0 trunk.blocks.0.norm trunk.blocks.0.attention "
+        "trunk.blocks.0.attention.q "
         "trunk.blocks.0.attention.k head");
   Bag small({{"a", {2}}});
   CHECK(units(small, by_names({""})) == "<root>: a");
