@@ -33,6 +33,8 @@ const GradientHook* GradientHook::of(const at::Tensor& tensor) {
   return dynamic_cast<const GradientHook*>(hook.get());
 }
 
+GradientHook::~GradientHook() { sharding_->hook_lost(*parameter_); }
+
 void GradientHook::operator()(const at::Tensor& window) { sharding_->hook_fired(*parameter_, window); }
 
 void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
@@ -43,7 +45,12 @@ void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
     throw_error(where("backward(create_graph=true)", &parameter), "a gradient that has a graph cannot be kept in .grad of a shard",
                 "Use torch::autograd::grad for gradients of gradients");
   }
-  check_window(parameter);
+  try {
+    check_window(parameter);
+  } catch (...) {
+    if (parameter.facade == nullptr) window.mutable_grad().reset();  // it belongs to the data that was just undone
+    throw;
+  }
   if (whole_open) {
     window.mutable_grad().reset();
     throw_error(where("backward", &parameter), "a backward inside full_parameters() would train on copies",
@@ -70,6 +77,12 @@ void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
     parameter.arrived = true;
     if (++parameter.unit->arrived == static_cast<int>(parameter.unit->parameters.size())) reduce(*parameter.unit);
   }
+}
+
+void Sharding::hook_lost(Parameter& parameter) noexcept {
+  std::lock_guard lock(mutex);
+  // With the model itself its hooks go too.
+  if (!closing_ && !restored && parameter.lock_window().defined()) unhooked_ = &parameter;
 }
 
 void Sharding::take_gradient(Parameter& parameter, at::Tensor gradient) {

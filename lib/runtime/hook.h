@@ -17,6 +17,8 @@ class GradientHook final : public torch::autograd::PostAccumulateGradHook {
  public:
   GradientHook(std::shared_ptr<Sharding> sharding, Parameter& parameter)
       : sharding_(std::move(sharding)), parameter_(&parameter) {}
+  // LibTorch has one such hook a tensor: a program that sets its own afterwards takes ours away.
+  ~GradientHook() override;
 
   // The hook on `tensor` if it is one of ours, else null.
   static const GradientHook* of(const at::Tensor& tensor);

@@ -96,9 +96,10 @@ Parameter* Sharding::find(const std::string& name) {
 
 void Sharding::shard_written(Parameter& parameter, const at::Tensor& tensor) {
   Space& values = parameter.unit->values;
-  if (world_size() > 1 && values.memory.defined()) {
-    values.stale[parameter.slot_in_unit] = true;
-    if (values.pins == 0) drop(values);
+  if (live_bytes_ > 0) {
+    // A step: whatever is still gathered has had its last use.
+    if (values.memory.defined()) values.stale[parameter.slot_in_unit] = true;
+    drop_unpinned();
   }
   // A backward through an older graph must fail where the plain program's fails: if the written tensor shares the shard's version
   // counter (the parameter itself and its views do, data() does not), the window's counter moves too. Sharing has no query, so a

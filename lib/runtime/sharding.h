@@ -94,6 +94,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   // Autograd has put this rank's whole gradient on the window (or added it to the facade).
   void take_gradient(Parameter& parameter, at::Tensor gradient);
   void hook_fired(Parameter& parameter, const at::Tensor& window);
+  void hook_lost(Parameter& parameter) noexcept;
   // Reduces what is pending in a unit; collective.
   void reduce(Unit& unit);
   void finish_backward();
@@ -128,6 +129,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   uint64_t epoch_ = 0;           // finished backwards
   int graph_task_ = -1;          // the backward whose end finish_backward is queued for
   bool moved_ = false;           // a window's storage has gone: check_windows has something to do
+  const Parameter* unhooked_ = nullptr;  // its gradients are not seen any more
   bool closing_ = false;         // storages are released on purpose
   double waited_at_reset_ = 0;
 

@@ -42,7 +42,9 @@ void collect_tensor(const OperatorInfo& info, const at::Tensor& tensor, size_t a
     if (storage->hidden()) throw_error({.call = info.name}, "a gradient was used after its sharded model was destroyed", "Clone it earlier");
     return;
   }
-  touches.push_back({tensor, storage, std::move(sharding), argument, info.writes_argument(argument)});
+  // Other libraries' operators need not say what they write.
+  const bool written = info.writes_argument(argument) || !info.is_aten;
+  touches.push_back({tensor, storage, std::move(sharding), argument, written});
 }
 
 Touches collect(const OperatorInfo& info, const Stack& stack) {
@@ -306,8 +308,9 @@ void keep_touch_registered() {}
 TORCH_LIBRARY_IMPL(_, Fake, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&rebind::runtime::touch>()); }
 
 // Operators that only describe memory anew read none of it: they skip the fallback, and what they return carries the key on.
+// So do those that only look at the description; set_data calls the first of them.
 TORCH_LIBRARY_IMPL(aten, Fake, library) {
-  for (const char* name : {"alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
+  for (const char* name : {"_has_compatible_shallow_copy_type", "is_same_size", "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
                            "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
                            "unsqueeze", "view", "_reshape_alias"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());

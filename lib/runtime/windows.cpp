@@ -76,6 +76,11 @@ at::Tensor Sharding::make_gradient_handles(Parameter& parameter, const at::Tenso
 
 void Sharding::check_window(Parameter& parameter) {
   if (whole_open || restored) return;
+  if (unhooked_ != nullptr) {
+    throw_error(where("use of a sharded model", unhooked_),
+                "the post-accumulate hook that takes its gradient was replaced by the program's own",
+                "Use parameter.register_hook() instead; this sharding cannot go on: rebuild it from a checkpoint");
+  }
   const at::Tensor window = parameter.lock_window();
   if (!window.defined() || is_our_window(parameter, window)) return;
   check_windows();

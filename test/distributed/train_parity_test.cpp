@@ -60,7 +60,7 @@ TEST_CASE("train: sharded equals one process bit for bit", "[train][parity]") {
           Program program{.make = test.make, .steps = 6, .prepare_at = prepare_at};
           program.options.unit_policy = layers ? by_layer() : UnitPolicy::whole_model();
           const Snapshot expected = reference_w(program, world_size);
-          run_ranks(world_size, [&](int rank, auto group) {
+          run_ranks(world_size, [&](int rank, Group group) {
             Trained trained = train_sharded(program, rank, group);
             expect_same(snapshot(trained.setup, *trained.fsdp), expected);
             expect_sharded(trained.setup, *trained.fsdp);
@@ -77,7 +77,7 @@ TEST_CASE("train: sharded stays within 1e-6 of one process on the joined batch",
       CAPTURE(test.name, world_size);
       const Program program{.make = test.make, .steps = 6, .prepare_at = 2};
       const Snapshot expected = reference(program, world_size);
-      run_ranks(world_size, [&](int rank, auto group) {
+      run_ranks(world_size, [&](int rank, Group group) {
         Trained trained = train_sharded(program, rank, group);
         expect_close(snapshot(trained.setup, *trained.fsdp), expected, 1e-6);
       });
@@ -89,7 +89,7 @@ TEST_CASE("train: memory freed after every operator changes nothing", "[train][p
   runtime::set_strict_for_tests(true);
   const Program program{.make = with_adamw, .steps = 4, .prepare_at = 1};
   const Snapshot expected = reference_w(program, 2);
-  run_ranks(2, [&](int rank, auto group) {
+  run_ranks(2, [&](int rank, Group group) {
     Trained trained = train_sharded(program, rank, group);
     expect_same(snapshot(trained.setup, *trained.fsdp), expected);
   });

@@ -26,6 +26,8 @@
 
 namespace rebind::test {
 
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
 // (input [n, 5]) -> tanh(first) -> second -> * scale: [n, 3]. Sizes no world size divides, one element (an empty shard), one
 // parameter that no forward uses.
 struct Net : torch::nn::Module {
