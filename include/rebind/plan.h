@@ -91,6 +91,7 @@ struct FsdpPlan {
 // The plan of `rank`, 0 <= rank < world_size. Local: sends nothing, reads names, shapes, dtypes, options, never an element.
 //   InvalidArgument  rank out of range; null or repeated optimizer; no parameters; two groups of one optimizer that hold one
 //                    tensor with different options
+//   FailedPrecondition  a parameter, or a tensor of an optimizer, is sharded already
 //   Unimplemented    an optimizer, option or kind of tensor that is not supported: the message names it
 absl::StatusOr<FsdpPlan> plan_fsdp(torch::nn::Module& model, const Optimizers& optimizers, int rank, int world_size,
                                    const FsdpOptions& options = {});

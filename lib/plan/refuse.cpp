@@ -175,7 +175,7 @@ absl::Status check_dtypes(const Census& census, const Where& where) {
   return absl::OkStatus();
 }
 
-// A parameter's storage is replaced, so nobody else may look through it.
+// A parameter's storage is replaced, so nobody else may look through it. All tensors are dense CPU memory by now.
 absl::Status check_storages(const Census& census, const Where& where) {
   struct Span {
     const char *begin, *end;
@@ -207,7 +207,7 @@ absl::Status check_storages(const Census& census, const Where& where) {
   }
   absl::Status status;
   for_each_buffer(census, [&](const std::string& name, const at::Tensor& buffer) {
-    if (status.ok() && buffer.layout() == at::kStrided && buffer.is_cpu()) status = add(buffer, name, false);
+    if (status.ok()) status = add(buffer, name, false);
   });
   if (!status.ok()) return status;
 

@@ -57,7 +57,6 @@ class BlockFinder {
     for (const auto& child : children) {
       const std::string child_path = join_path(path, child.key());
       const int signature = signatures_.at(child_path);
-      if (signature == 0) continue;
       if (count.at(signature) > 1) {
         blocks_.insert(child_path);
       } else {

@@ -107,6 +107,12 @@ TEST_CASE("layout: runs follow one another, in the order of their first paramete
   CHECK(render(plan_fsdp(model, {&adam}, 0, 1), buffers_text) == "<root>: w0@0 w1@8 b0@16 b1@24 of 32");
 }
 
+TEST_CASE("layout: parameters of another optimizer are another run", "[plan][layout]") {
+  Bag model({{"a", {8}}, {"b", {8}}, {"c", {8}}});
+  torch::optim::SGD first({model["a"], model["c"]}, 0.1), second({model["b"]}, 0.1);
+  CHECK(render(plan_fsdp(model, {&first, &second}, 0, 1), buffers_text) == "<root>: a@0 c@8 b@16 of 24");
+}
+
 TEST_CASE("layout: parameters with another step count are another run", "[plan][layout]") {
   Bag model({{"a", {8}}, {"b", {8}}, {"c", {8}}});
   torch::optim::Adam adam(model.parameters());

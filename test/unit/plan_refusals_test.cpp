@@ -252,6 +252,27 @@ TEST_CASE("plan: refuses parameters that share storage, overlapping or not, and 
   CHECK(with_pair(at::from_blob(memory.data(), {5}), at::from_blob(memory.data() + 4, {4})) == refused);
   CHECK(with_pair(at::from_blob(memory.data(), {4}), at::from_blob(memory.data() + 4, {4})) == "accepted");
   CHECK(with_pair(at::zeros({0}), at::zeros({0})) == "accepted");
+  const at::Tensor none = at::zeros({0});
+  CHECK(with_pair(none.detach(), none.detach()) == refused);
+}
+
+TEST_CASE("plan: buffers may overlap each other, but no parameter", "[plan][refusal]") {
+  //   memory     0 1 2 3 4 5 6 7
+  //   large      |-------------|
+  //   small        |-|
+  //   parameter          |-|
+  std::array<float, 8> memory{};
+  const auto with_parameter_at = [&](float* place) {
+    return outcome_with([&](Bag& model) {
+      model.register_buffer("large", at::from_blob(memory.data(), {7}));
+      model.register_buffer("small", at::from_blob(memory.data() + 1, {1}));
+      model.register_parameter("b", at::from_blob(place, {1}));
+    });
+  };
+  CHECK(with_parameter_at(memory.data() + 7) == "accepted");
+  CHECK(with_parameter_at(memory.data() + 4) ==
+        "UNIMPLEMENTED: plan_fsdp, rank 1: buffer 'large' shares its storage with parameter 'b'. "
+        "Give the buffer its own memory (clone()).");
 }
 
 TEST_CASE("plan: refuses a buffer that shares a parameter's storage, and buffers elsewhere", "[plan][refusal]") {

@@ -154,6 +154,15 @@ TEST_CASE("plan: memory counts state in its own dtype, and once for two groups o
   CHECK(forecast(&adamw, model).state_bytes == 2048);  // two float32 moments of 256 elements
 }
 
+TEST_CASE("plan: memory does not count 0-dim state as shaped like its parameter", "[plan][memory]") {
+  Bag model({{"w", {32, 32}}}, at::kBFloat16);
+  torch::optim::AdamW adamw(model.parameters());
+  auto state = std::make_unique<torch::optim::AdamWParamState>();
+  state->step(1).exp_avg(at::zeros({})).exp_avg_sq(at::zeros({32, 32}, at::kFloat));
+  adamw.state()[model["w"].unsafeGetTensorImpl()] = std::move(state);
+  CHECK(forecast(&adamw, model).state_bytes == 1024 + 512);  // one moment is there, in float32; one is to come, in bfloat16
+}
+
 TEST_CASE("plan: memory of gathering is that of the largest unit, with padding", "[plan][memory]") {
   Bag model({{"w", {3}}});
   model.register_module("large", std::make_shared<Bag>(Bag({{"w", {100}}}, at::kFloat)));
