@@ -27,11 +27,12 @@ struct TellingStorage final : c10::StorageImpl {
   int* deaths_;
 };
 
-at::Tensor telling_tensor(int64_t numel, int* deaths) {
+at::Tensor telling_tensor(std::vector<int64_t> sizes, int* deaths) {
+  const int64_t numel = c10::multiply_integers(sizes);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(c10::make_intrusive<TellingStorage>(numel * 4, deaths))),
       c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(at::kFloat));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
 }
 
@@ -51,13 +52,13 @@ TEST_CASE("facts: a storage's destructor runs inside zero_grad of optimizer and 
   torch::nn::Linear model(torch::nn::LinearOptions(5, 1).bias(false));
   torch::optim::SGD sgd(model->parameters(), 0.1);
   at::Tensor& grad = model->weight.mutable_grad();
-  grad = telling_tensor(5, &deaths);
+  grad = telling_tensor({1, 5}, &deaths);
   sgd.zero_grad();
   CHECK(deaths == 1);
-  grad = telling_tensor(5, &deaths);
+  grad = telling_tensor({1, 5}, &deaths);
   model->zero_grad();
   CHECK(deaths == 2);
-  grad = telling_tensor(5, &deaths).view({1, 5});
+  grad = telling_tensor({1, 5}, &deaths);
   sgd.zero_grad(/*set_to_none=*/false);
   model->zero_grad(/*set_to_none=*/false);
   CHECK(deaths == 2);
