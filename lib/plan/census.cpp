@@ -95,7 +95,7 @@ class CensusTaker {
       const size_t before = names_;
       walk(*model.module, prefix, [&](const torch::nn::Module& module, const std::string& path) {
         for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-          if (item.value().defined()) add_parameter(item.value(), static_cast<int>(m), join_path(path, item.key()));
+          add_parameter(item.value(), static_cast<int>(m), join_path(path, item.key()));
         }
       });
       if (names_ == before) {
@@ -270,7 +270,7 @@ void for_each_buffer(const Census& census, const std::function<void(const std::s
     const std::string prefix = census.models.size() == 1 ? "" : model.name;
     walk(*model.module, prefix, [&](const torch::nn::Module& module, const std::string& path) {
       for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-        if (item.value().defined()) visit(join_path(path, item.key()), item.value());
+        visit(join_path(path, item.key()), item.value());
       }
     });
   }

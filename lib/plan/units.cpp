@@ -36,7 +36,6 @@ class BlockFinder {
   int signature_of(const torch::nn::Module& module, const std::string& path) {
     std::string text;
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-      if (!item.value().defined()) continue;
       absl::StrAppend(&text, item.key(), ":", static_cast<int>(item.value().scalar_type()), shape_text(item.value().sizes().vec()),
                       ";");
     }

@@ -1,6 +1,7 @@
 // Visits a module and everything below it in the order of Module::named_parameters: itself, then its children, depth first. A
 // module that is registered in two places is visited twice, under both paths.
 //
+// What named_parameters(false) and named_buffers(false) of a visited module list is defined: they leave out the rest.
 // named_modules is no help here: it needs the root to be owned by a shared_ptr.
 #pragma once
 

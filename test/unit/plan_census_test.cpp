@@ -58,7 +58,7 @@ TEST_CASE("census: parameters stand in the order and under the names of named_pa
 
 TEST_CASE("census: an undefined parameter is left out", "[plan][census]") {
   Bag model({{"weight", {3}}});
-  model.register_parameter("bias", at::Tensor());
+  model.register_parameter("bias", at::Tensor(), /*requires_grad=*/false);
   CHECK(render(plan_fsdp(model, {}, 0, 1), census_text) == "weight -");
 }
 

@@ -41,7 +41,7 @@ void check_adam_creates_state_lazily() {
   CHECK_FALSE(state.max_exp_avg_sq().defined());
 }
 
-TEST_CASE("LibTorch: state is keyed by the TensorImpl and does not keep the tensor alive", "[facts]") {
+TEST_CASE("facts: state is keyed by the TensorImpl and does not keep the tensor alive", "[facts]") {
   auto model = std::make_unique<Bag>(Bag({{"a", {2}}}));
   torch::optim::Adam adam(model->parameters());
   (*model)["a"].mutable_grad() = at::ones({2});
@@ -56,7 +56,7 @@ TEST_CASE("LibTorch: state is keyed by the TensorImpl and does not keep the tens
   CHECK(adam.state().count(key) == 1);  // under an address that anyone may get next
 }
 
-TEST_CASE("LibTorch: parameters() lists a tied tensor twice, and SGD then steps it twice", "[facts]") {
+TEST_CASE("facts: parameters() lists a tied tensor twice, and SGD then steps it twice", "[facts]") {
   Bag model({{"a", {}}});
   model.register_parameter("b", model["a"]);
   REQUIRE(model.parameters().size() == 2);
@@ -67,13 +67,13 @@ TEST_CASE("LibTorch: parameters() lists a tied tensor twice, and SGD then steps 
   CHECK(model["a"].item<double>() == -1.0);  // from 1, by gradient 1 and lr 1
 }
 
-TEST_CASE("LibTorch: one tensor may be in two groups", "[facts]") {
+TEST_CASE("facts: one tensor may be in two groups", "[facts]") {
   Bag model({{"a", {}}});
   torch::optim::SGD sgd({OptimizerParamGroup({model["a"]}), OptimizerParamGroup({model["a"]})}, 1.0);
   CHECK(sgd.param_groups().size() == 2);
 }
 
-TEST_CASE("LibTorch: a group may be cleared and refilled in place", "[facts]") {
+TEST_CASE("facts: a group may be cleared and refilled in place", "[facts]") {
   Bag model({{"a", {2}}});
   torch::optim::SGD sgd(model.parameters(), 0.5);
   torch::optim::StepLR schedule(sgd, /*step_size=*/1, /*gamma=*/0.5);
@@ -93,7 +93,7 @@ TEST_CASE("LibTorch: a group may be cleared and refilled in place", "[facts]") {
   CHECK(sgd.param_groups()[0].options().get_lr() == 0.25);
 }
 
-TEST_CASE("LibTorch: add_param_group refuses a tensor with state, and fills options from the defaults", "[facts]") {
+TEST_CASE("facts: add_param_group refuses a tensor with state, and fills options from the defaults", "[facts]") {
   Bag model({{"a", {2}}, {"b", {2}}});
   torch::optim::Adam adam({model["a"]}, torch::optim::AdamOptions(0.5));
   model["a"].mutable_grad() = at::ones({2});
@@ -104,12 +104,12 @@ TEST_CASE("LibTorch: add_param_group refuses a tensor with state, and fills opti
   CHECK(adam.param_groups()[1].options().get_lr() == 0.5);
 }
 
-TEST_CASE("LibTorch: Adam and AdamW make state at a parameter's first step, with an int64 step", "[facts]") {
+TEST_CASE("facts: Adam and AdamW make state at a parameter's first step, with an int64 step", "[facts]") {
   check_adam_creates_state_lazily<torch::optim::Adam, torch::optim::AdamParamState>();
   check_adam_creates_state_lazily<torch::optim::AdamW, torch::optim::AdamWParamState>();
 }
 
-TEST_CASE("LibTorch: SGD has a momentum buffer from the first step on, and no state without momentum", "[facts]") {
+TEST_CASE("facts: SGD has a momentum buffer from the first step on, and no state without momentum", "[facts]") {
   Bag model({{"a", {2}}});
   torch::optim::SGD plain(model.parameters(), 0.1);
   torch::optim::SGD momentum(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -122,7 +122,7 @@ TEST_CASE("LibTorch: SGD has a momentum buffer from the first step on, and no st
   CHECK(static_cast<torch::optim::SGDParamState&>(*momentum.state().begin()->second).momentum_buffer().defined());
 }
 
-TEST_CASE("LibTorch: zero_grad sets gradients to none, on optimizer and module", "[facts]") {
+TEST_CASE("facts: zero_grad sets gradients to none, on optimizer and module", "[facts]") {
   Bag model({{"a", {2}}});
   torch::optim::SGD sgd(model.parameters(), 0.1);
   model["a"].mutable_grad() = at::ones({2});
@@ -133,7 +133,7 @@ TEST_CASE("LibTorch: zero_grad sets gradients to none, on optimizer and module",
   CHECK_FALSE(model["a"].grad().defined());
 }
 
-TEST_CASE("LibTorch: Module::to keeps the TensorImpl, replaces its storage and leaves the gradient's dtype", "[facts]") {
+TEST_CASE("facts: Module::to keeps the TensorImpl, replaces its storage and leaves the gradient's dtype", "[facts]") {
   Bag model({{"a", {2}}});
   model["a"].mutable_grad() = at::ones({2});
   const void* impl = model["a"].unsafeGetTensorImpl();
@@ -145,20 +145,20 @@ TEST_CASE("LibTorch: Module::to keeps the TensorImpl, replaces its storage and l
   CHECK(model["a"].grad().scalar_type() == at::kFloat);
 }
 
-TEST_CASE("LibTorch: assigning to a member does not change the registered parameter", "[facts]") {
+TEST_CASE("facts: assigning to a member does not change the registered parameter", "[facts]") {
   torch::nn::Linear linear(2, 2);
   const at::Tensor registered = linear->named_parameters()["weight"];
   linear->weight = at::zeros({2, 2});
   CHECK(linear->named_parameters()["weight"].is_same(registered));
 }
 
-TEST_CASE("LibTorch: an ordinary parameter has neither the key Fake nor a post-accumulate hook", "[facts]") {
+TEST_CASE("facts: an ordinary parameter has neither the key Fake nor a post-accumulate hook", "[facts]") {
   Bag model({{"a", {2}}});
   CHECK_FALSE(model["a"].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Fake));
   CHECK(torch::autograd::impl::post_acc_grad_hooks(model["a"]) == nullptr);
 }
 
-TEST_CASE("LibTorch: children of a module that no shared_ptr owns can be walked", "[facts]") {
+TEST_CASE("facts: children of a module that no shared_ptr owns can be walked", "[facts]") {
   Bag model;  // on the stack: named_modules would throw
   model.register_module("child", std::make_shared<Bag>(Bag({{"a", {2}}})));
   REQUIRE(model.named_children().size() == 1);

@@ -97,7 +97,7 @@ TEST_CASE("plan: the JSON holds everything", "[plan][text]") {
                "prepare_peak_bytes": 196},
     "notes": ["one optimizer tensor per parameter"],
     "groups": ["optimizers[0] SGD, group 0: 2 tensors, 9 elements -> 2 shards, 3 elements; )"
-                                                      R"(lr=0.1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0"]
+                                                    R"(lr=0.1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0"]
   })"));
 }
 
