@@ -1,5 +1,6 @@
 // Fsdp::restore: the same transaction backwards. Gather everything, decide, put the plain tensors back.
 #include <ATen/Functions.h>
+#include <absl/container/flat_hash_set.h>
 #include <absl/strings/str_cat.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -56,11 +57,11 @@ absl::Status gather_optimizer(Sharding& sharding, int index, prepare::StagedOpti
   torch::optim::Optimizer& optimizer = *sharding.optimizers[index];
   staged.optimizer = &optimizer;
   const optim::Adapter& adapter = *optim::adapter_of(optimizer);
-  std::vector<void*> carried;
+  absl::flat_hash_set<void*> carried;
   for (auto& parameter : sharding.parameters) {  // in this order on all ranks, not in that of the map
     const auto state = optimizer.state().find(parameter->shard.unsafeGetTensorImpl());
     if (state == optimizer.state().end()) continue;
-    carried.push_back(state->first);
+    carried.insert(state->first);
     optim::StateParts parts = adapter.take_apart(*state->second);
     for (auto& [key, tensor] : parts.tensors) {
       if (tensor.dim() == 0) continue;
@@ -71,7 +72,7 @@ absl::Status gather_optimizer(Sharding& sharding, int index, prepare::StagedOpti
     staged.state[parameter->lock_window().unsafeGetTensorImpl()] = adapter.put_together(parts);
   }
   for (const auto& [key, state] : optimizer.state()) {
-    if (std::find(carried.begin(), carried.end(), key) == carried.end()) staged.state[key] = nullptr;
+    if (!carried.contains(key)) staged.state[key] = nullptr;
   }
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     std::vector<at::Tensor>& params = optimizer.param_groups()[g].params();
@@ -86,18 +87,8 @@ absl::Status gather_optimizer(Sharding& sharding, int index, prepare::StagedOpti
 absl::Status gather_everything(Sharding& sharding, Whole& whole) {
   at::NoGradGuard no_grad;
   for (auto& parameter : sharding.parameters) sharding.settle(*parameter);
-  for (auto& parameter : sharding.parameters) {
-    const int64_t numel = parameter->shard_interval.numel();
-    auto values = sharding.gather_whole(*parameter, parameter->unit->flat_shard.narrow(0, parameter->shard_offset, numel), "values");
-    if (!values.ok()) return values.status();
-    whole.values.push_back(*std::move(values));
-    whole.gradients.emplace_back();
-    if (parameter->shard_gradient == nullptr) continue;
-    const at::Tensor piece = at::from_blob(parameter->shard_gradient->mutable_data(), {numel}, at::TensorOptions().dtype(parameter->dtype));
-    auto gradient = sharding.gather_whole(*parameter, piece, "gradient");
-    if (!gradient.ok()) return gradient.status();
-    whole.gradients.back() = *std::move(gradient);
-  }
+  whole.values = sharding.copy_whole(/*gradients=*/false);
+  whole.gradients = sharding.copy_whole(/*gradients=*/true);
   for (size_t k = 0; k < sharding.optimizers.size(); ++k) {
     if (!is_alive(sharding, static_cast<int>(k))) continue;
     whole.optimizers.emplace_back();

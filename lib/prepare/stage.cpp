@@ -1,6 +1,8 @@
 #include "lib/prepare/stage.h"
 
 #include <ATen/Functions.h>
+#include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
 #include <absl/strings/str_cat.h>
 #include <absl/strings/str_join.h>
 #include <torch/csrc/autograd/variable.h>
@@ -91,14 +93,10 @@ absl::Status stage_parameter(const plan::CensusParameter& from, Parameter& param
   return absl::OkStatus();
 }
 
-int index_of(const at::Tensor& entry, const plan::Census& census) {
-  for (size_t i = 0; i < census.parameters.size(); ++i) {
-    if (census.parameters[i].tensor.is_same(entry)) return static_cast<int>(i);
-  }
-  return -1;
-}
+using Indices = absl::flat_hash_map<const c10::TensorImpl*, int>;
 
-absl::Status stage_optimizer(const plan::Census& census, int index, Synchronizer& sync, Sharding& sharding, StagedOptimizer& staged) {
+absl::Status stage_optimizer(const plan::Census& census, const Indices& indices, int index, Synchronizer& sync, Sharding& sharding,
+                             StagedOptimizer& staged) {
   torch::optim::Optimizer& optimizer = *census.optimizers[index];
   const optim::Adapter& adapter = *census.adapters[index];
   staged.optimizer = &optimizer;
@@ -106,7 +104,7 @@ absl::Status stage_optimizer(const plan::Census& census, int index, Synchronizer
     staged.groups.emplace_back();
     staged.groups.back().reserve(group.params().size());
   }
-  std::vector<void*> carried;
+  absl::flat_hash_set<void*> carried;
   for (size_t i = 0; i < census.parameters.size(); ++i) {
     const plan::CensusParameter& from = census.parameters[i];
     Parameter& parameter = *sharding.parameters[i];
@@ -115,7 +113,7 @@ absl::Status stage_optimizer(const plan::Census& census, int index, Synchronizer
     if (!held) continue;
     const auto state = optimizer.state().find(from.tensor.unsafeGetTensorImpl());
     if (state == optimizer.state().end()) continue;
-    carried.push_back(state->first);
+    carried.insert(state->first);
     optim::StateParts parts = adapter.take_apart(*state->second);
     for (auto& [key, tensor] : parts.tensors) {
       auto whole = sync(tensor, absl::StrCat("state '", key, "' of parameter '", parameter.name, "' in optimizers[", index, "]"));
@@ -126,13 +124,15 @@ absl::Status stage_optimizer(const plan::Census& census, int index, Synchronizer
   }
   // State of tensors that are in no group any more is not ours to drop.
   for (const auto& [key, state] : optimizer.state()) {
-    if (std::find(carried.begin(), carried.end(), key) == carried.end()) staged.state[key] = nullptr;
+    if (!carried.contains(key)) staged.state[key] = nullptr;
   }
   // Holders are without duplicates; their index gives the order inside a group.
   sharding.groups[index].resize(staged.groups.size());
   for (size_t g = 0; g < staged.groups.size(); ++g) {
     runtime::GroupRecord& record = sharding.groups[index][g];
-    for (const at::Tensor& entry : optimizer.param_groups()[g].params()) record.original.push_back(index_of(entry, census));
+    for (const at::Tensor& entry : optimizer.param_groups()[g].params()) {
+      record.original.push_back(indices.at(entry.unsafeGetTensorImpl()));
+    }
     std::vector<std::pair<int, const Parameter*>> members;
     for (const auto& parameter : sharding.parameters) {
       for (const Holder& holder : parameter->holders) {
@@ -174,8 +174,11 @@ absl::Status stage(const plan::Census& census, const FsdpOptions& options, Stage
   }
   sharding.groups.resize(census.optimizers.size());
   staged.optimizers.resize(census.optimizers.size());
+  Indices indices;
+  for (size_t i = 0; i < census.parameters.size(); ++i) indices[census.parameters[i].tensor.unsafeGetTensorImpl()] = static_cast<int>(i);
   for (size_t k = 0; k < census.optimizers.size(); ++k) {
-    if (auto status = stage_optimizer(census, static_cast<int>(k), sync, sharding, staged.optimizers[k]); !status.ok()) return status;
+    auto status = stage_optimizer(census, indices, static_cast<int>(k), sync, sharding, staged.optimizers[k]);
+    if (!status.ok()) return status;
   }
   if (auto status = stage_buffers(census, sync, staged); !status.ok()) return status;
   return sync.compare();

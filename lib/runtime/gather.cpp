@@ -42,10 +42,10 @@ void Sharding::unpin(Space& space) {
 void Sharding::ensure(Parameter& parameter, Space& space, bool gradients) {
   if (world_size() == 1) return;  // the shard is the whole
   if (space.memory.defined() && !space.stale[parameter.slot_in_unit]) return;
-  gather(*parameter.unit, space, gradients);
+  gather(*parameter.unit, space, gradients, /*service=*/gradients);
 }
 
-void Sharding::gather(Unit& unit, Space& space, bool gradients) {
+void Sharding::gather(Unit& unit, Space& space, bool gradients, bool service) {
   // One Space at a time (I3): what no operator is using makes room first.
   for (auto& other : units) {
     for (Space* candidate : {&other->values, &other->gradients}) {
@@ -59,7 +59,7 @@ void Sharding::gather(Unit& unit, Space& space, bool gradients) {
   }
   char* own = bytes_of(space.memory) + rank() * part_bytes;
   if (gradients) {
-    std::memset(own, 0, part_bytes);
+    if (part_bytes > 0) std::memset(own, 0, part_bytes);
     for (Parameter* parameter : unit.parameters) {
       const KeyedStorage* gradient = parameter->shard_gradient;
       if (gradient == nullptr || gradient->hidden() || gradient->nbytes() == 0) continue;
@@ -78,7 +78,7 @@ void Sharding::gather(Unit& unit, Space& space, bool gradients) {
     throw c10::Error(std::string(status.message()), /*backtrace=*/nullptr);
   }
   std::fill(space.stale.begin(), space.stale.end(), false);
-  ++(gradients ? counts.service_gathers : counts.all_gathers);
+  ++(service ? counts.service_gathers : counts.all_gathers);
   counts.gathered_bytes += space.memory.numel();
 }
 
@@ -129,6 +129,25 @@ void Sharding::write_through_gradients(Parameter& parameter) {
                 gradient->nbytes());
   }
   unit.gradients.stale[parameter.slot_in_unit] = true;
+}
+
+std::vector<at::Tensor> Sharding::copy_whole(bool gradients) {
+  std::vector<at::Tensor> whole(parameters.size());
+  for (auto& unit : units) {
+    const auto has_any = [&](const Parameter* parameter) { return !gradients || parameter->shard_gradient != nullptr; };
+    if (std::none_of(unit->parameters.begin(), unit->parameters.end(), has_any)) continue;  // on all ranks alike
+    Space& space = gradients ? unit->gradients : unit->values;
+    if (world_size() > 1) gather(*unit, space, gradients, /*service=*/true);
+    for (Parameter* parameter : unit->parameters) {
+      if (!has_any(parameter)) continue;
+      at::Tensor& copy = whole[parameter->index];
+      copy = at::empty_strided(parameter->sizes, parameter->strides, at::TensorOptions().dtype(parameter->dtype));
+      if (parameter->numel == 0) continue;
+      std::memcpy(bytes_of(copy), gradients ? gradients_of(*parameter) : values_of(*parameter), parameter->nbytes());
+    }
+    if (space.pins == 0) drop(space);
+  }
+  return whole;
 }
 
 absl::StatusOr<at::Tensor> Sharding::gather_whole(Parameter& parameter, const at::Tensor& piece, std::string_view what) {

@@ -67,7 +67,7 @@ void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
     queue_finish();
   }
 
-  if (at::Tensor gradient = window.grad(); gradient.defined() && KeyedStorage::of(gradient) == nullptr) {
+  if (at::Tensor gradient = window.grad(); gradient.defined() && !is_facade_of(parameter, gradient)) {
     // Fresh: .grad was undefined when backward began. A sum that the shard may still have was dropped on the window's side.
     window.mutable_grad().reset();
     forget_gradient(parameter);

@@ -53,4 +53,10 @@ struct Parameter {
   int64_t nbytes() const { return numel * item_bytes; }
 };
 
+// Whether `gradient` is the handle that we put on the window, now or through a detached alias.
+inline bool is_facade_of(const Parameter& parameter, const at::Tensor& gradient) {
+  const KeyedStorage* storage = KeyedStorage::of(gradient);
+  return storage != nullptr && storage == parameter.facade;
+}
+
 }  // namespace rebind::runtime

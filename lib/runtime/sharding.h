@@ -87,6 +87,8 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   void write_through_values(Parameter& parameter);
   void write_through_gradients(Parameter& parameter);
   void drop_unpinned();
+  // Every parameter (or its gradient; undefined where there is none) as a plain whole tensor, unit by unit. Throws; collective.
+  std::vector<at::Tensor> copy_whole(bool gradients);
   // All ranks' pieces (1-D, this rank's part of the parameter, any dtype) as one whole tensor like the parameter. Collective.
   absl::StatusOr<at::Tensor> gather_whole(Parameter& parameter, const at::Tensor& piece, std::string_view what);
 
@@ -117,14 +119,14 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   Sharding(const FsdpPlan& plan, const FsdpOptions& options, const Optimizers& optimizers,
            std::unique_ptr<comm::Communicator> communicator, c10::intrusive_ptr<c10d::ProcessGroup> group);
   void ensure(Parameter& parameter, Space& space, bool gradients);
-  void gather(Unit& unit, Space& space, bool gradients);
+  // `service`: for a call of the program's, not for an operator (RuntimeStats).
+  void gather(Unit& unit, Space& space, bool gradients, bool service);
   void drop(Space& space);
   at::Tensor make_shard_gradient(Parameter& parameter);
   void put_handles(Parameter& parameter, const at::Tensor& window);
   void queue_finish();
   void set_live_bytes(int64_t change);
 
-  std::vector<Unit*> gathered_;  // units that have a Space with memory
   int64_t live_bytes_ = 0;
   uint64_t epoch_ = 0;           // finished backwards
   int graph_task_ = -1;          // the backward whose end finish_backward is queued for

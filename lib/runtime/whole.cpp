@@ -91,12 +91,7 @@ FullParameters Fsdp::full_parameters(bool write_back) {
   if (sharding.restored) throw_error(sharding.where("full_parameters"), "the model was restored", "Its parameters are whole already");
   if (sharding.whole_open) throw_error(sharding.where("full_parameters"), "a scope is open already", "Close it first");
   sharding.check_windows();
-  std::vector<at::Tensor> whole;
-  for (auto& parameter : sharding.parameters) {
-    auto tensor = sharding.gather_whole(*parameter, shard_values(*parameter), "values");
-    if (!tensor.ok()) throw c10::Error(std::string(tensor.status().message()), nullptr);
-    whole.push_back(*std::move(tensor));
-  }
+  const std::vector<at::Tensor> whole = sharding.copy_whole(/*gradients=*/false);
   auto state = std::make_unique<FullParameters::State>(FullParameters::State{sharding_, write_back});
   runtime::ClosingScope on_purpose(sharding);
   sharding.drop_unpinned();

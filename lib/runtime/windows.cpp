@@ -109,7 +109,7 @@ void Sharding::check_gradient(Parameter& parameter) {
   // In a backward autograd itself puts a plain gradient there, an instant before our hook takes it.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   const at::Tensor window = parameter.lock_window();
-  if (!window.defined() || !window.grad().defined() || KeyedStorage::of(window.grad()) != nullptr) return;
+  if (!window.defined() || !window.grad().defined() || is_facade_of(parameter, window.grad())) return;
   throw_error(where("use of a sharded model", &parameter),
               "its gradient was assigned from outside; the optimizer, which holds the shard, would not see it",
               "Write into the gradient that is there (parameter.grad().copy_()), or clear it with parameter.mutable_grad().reset()");
