@@ -1,7 +1,7 @@
 // prepare_fsdp: one transaction over all ranks. Check, agree, stage, decide, commit.
 #include "rebind/prepare_fsdp.h"
 
-#include <absl/strings/str_cat.h>
+#include <c10/core/InferenceMode.h>
 
 #include "lib/base/error.h"
 #include "lib/plan/census.h"
@@ -45,6 +45,8 @@ absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule
     return error(absl::StatusCode::kInvalidArgument, {.call = "prepare_fsdp"}, "the process group is null",
                  "Make one with rebind::init_process_group()");
   }
+  // Shards are ordinary tensors wherever the call is made: an inference tensor could never be written to by a step.
+  c10::InferenceMode ordinary(false);
   const Where where{.call = "prepare_fsdp", .rank = group->getRank()};
   auto decision = prepare::Decision::begin(group, "prepare_fsdp", options.collective_timeout);
   if (!decision.ok()) return decision.status();
