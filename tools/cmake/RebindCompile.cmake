@@ -23,7 +23,6 @@ function(rebind_compile target)
             -Wno-missing-field-initializers # designated initializers leave out what has a default
             # GCC 12 and 13 see overlaps and overflows in inlined std::string code that are none (GCC bugs 105329, 105651)
             "$<$<CXX_COMPILER_ID:GNU>:-Wno-restrict;-Wno-stringop-overflow;-Wno-array-bounds>"
-            "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/="
             # ccache must see that a precompiled header is used
             $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
   if(REBIND_SANITIZE)
