@@ -22,8 +22,8 @@ enum TagUse { kHeaderTag = 0, kDataTag = 1 };
 
 // What one rank sends to and receives from each peer.
 struct Parts {
-  std::vector<const void*> sent;   // [rank]; null: nothing is sent to it
-  std::vector<void*> received;     // [rank]; null: nothing comes from it
+  std::vector<const void*> sent;  // [rank]; null: nothing is sent to it
+  std::vector<void*> received;    // [rank]; null: nothing comes from it
   explicit Parts(int world_size) : sent(world_size), received(world_size) {}
 };
 
@@ -44,9 +44,9 @@ struct Communicator::Impl {
 
   // Memory that messages point to stands before the messages, so that it outlives them. `parked`: headers that were still
   // on their way when a peer turned out to be dead; the other peers may need them to learn of it.
-  std::vector<Header> headers;      // [rank], of the collective under way
+  std::vector<Header> headers;                     // [rank], of the collective under way
   std::vector<uint64_t> sent_ends, received_ends;  // [rank], see move()
-  std::vector<std::byte> scratch;   // parts received by reduce_scatter, kept for the next one
+  std::vector<std::byte> scratch;                  // parts received by reduce_scatter, kept for the next one
   std::vector<Transfer> parked;
 
   absl::Status fail(absl::StatusCode code, const Header& header, const std::string& what, const std::string& remedy) {
@@ -217,7 +217,8 @@ absl::Status Communicator::all_gather(Identity identity, void* buffer, int64_t p
 absl::StatusOr<Words> Communicator::reduce_scatter(Identity identity, const void* buffer, void* out, int64_t part_numel,
                                                    c10::ScalarType dtype, std::span<const uint64_t> words) {
   if (dtype != c10::ScalarType::Float && dtype != c10::ScalarType::Double) {
-    return error(absl::StatusCode::kUnimplemented, {.call = call_text(uint64_t(Kind::kReduceScatter), identity.name), .rank = rank()},
+    return error(absl::StatusCode::kUnimplemented,
+                 {.call = call_text(uint64_t(Kind::kReduceScatter), identity.name), .rank = rank()},
                  absl::StrCat("sums of ", c10::toString(dtype)), "Use float32 or float64");
   }
   const auto* bytes = static_cast<const std::byte*>(buffer);

@@ -15,13 +15,13 @@
 #include <absl/status/status.h>
 #include <absl/status/statusor.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace rebind::comm {
@@ -31,9 +31,9 @@ enum class Kind : uint32_t { kAllGather = 1, kReduceScatter, kBroadcast, kExchan
 // What a collective is for. The same on all ranks, or the collective fails.
 struct Identity {
   Kind kind = Kind::kAllGather;
-  uint32_t unit = 0;      // index of the unit, and what of it (parameters, gradients, state), as the caller likes
-  uint64_t epoch = 0;     // the caller's own count, such as optimizer steps
-  std::string name{};     // for messages only: "unit 'block.3'"; not compared
+  uint32_t unit = 0;   // index of the unit, and what of it (parameters, gradients, state), as the caller likes
+  uint64_t epoch = 0;  // the caller's own count, such as optimizer steps
+  std::string name{};  // for messages only: "unit 'block.3'"; not compared
 };
 
 // Used by one thread at a time. Holds no socket and no thread of its own.
@@ -63,8 +63,9 @@ class Communicator {
   absl::Status all_gather(Identity identity, void* buffer, int64_t part_bytes);
 
   // `buffer` holds world_size parts of part_numel elements of `dtype` (kFloat or kDouble, others are Unimplemented). On success
-  // `out` (part_numel elements, not overlapping `buffer`) is the sum over the ranks of part [rank], added in rank order. `words` are
-  // sent to all peers along with the header; the result holds those of every rank, [rank][word]. All ranks must pass equally many.
+  // `out` (part_numel elements, not overlapping `buffer`) is the sum over the ranks of part [rank], added in rank order. `words`
+  // are sent to all peers along with the header; the result holds those of every rank, [rank][word]. All ranks must pass equally
+  // many.
   absl::StatusOr<std::vector<std::vector<uint64_t>>> reduce_scatter(Identity identity, const void* buffer, void* out,
                                                                     int64_t part_numel, c10::ScalarType dtype,
                                                                     std::span<const uint64_t> words);

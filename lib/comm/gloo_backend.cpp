@@ -1,10 +1,9 @@
 #include "lib/comm/gloo_backend.h"
 
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include <cstdlib>
 #include <sstream>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace rebind::comm {
 namespace {

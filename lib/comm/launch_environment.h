@@ -16,7 +16,7 @@ namespace rebind::comm {
 
 struct LaunchEnvironment {
   int rank = 0, world_size = 1, local_rank = 0;
-  std::string master_address;      // empty at world size 1
+  std::string master_address;  // empty at world size 1
   uint16_t master_port = 0;
   bool agent_serves_store = false;  // torchrun's agent, else rank 0
   bool all_local = false;           // every rank is on this host

@@ -128,7 +128,8 @@ absl::StatusOr<c10::intrusive_ptr<c10d::Store>> connect_master_store(const Launc
                                     : "Check MASTER_ADDR and MASTER_PORT: something else may be listening there";
   std::future<Store> store = open_store(launch.master_address, options);
   if (store.wait_until(deadline) != std::future_status::ready) {
-    return error(absl::StatusCode::kDeadlineExceeded, where, absl::StrCat(problem, place, " within ", timeout.count(), " ms"), remedy);
+    return error(absl::StatusCode::kDeadlineExceeded, where, absl::StrCat(problem, place, " within ", timeout.count(), " ms"),
+                 remedy);
   }
   try {
     return c10::make_intrusive<c10d::PrefixStore>(launch.key_prefix, store.get());

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <absl/status/statusor.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lib/comm/launch_environment.h"
 

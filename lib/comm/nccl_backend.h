@@ -1,10 +1,9 @@
 // NCCL as a c10d backend, where it is built in (REBIND_HAS_NCCL).
 #pragma once
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
 
 namespace rebind::comm {
 

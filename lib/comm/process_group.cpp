@@ -32,7 +32,8 @@ std::string first_line(const std::exception& e) {
 absl::Status check(const ProcessGroupOptions& options, int rank, int world_size, const Where& where) {
   if (world_size < 1 || rank < 0 || rank >= world_size) {
     return error(absl::StatusCode::kInvalidArgument, where,
-                 absl::StrCat("rank ", rank, " of ", world_size, ", expected 0 <= rank < world size"), "Pass each rank its own number");
+                 absl::StrCat("rank ", rank, " of ", world_size, ", expected 0 <= rank < world size"),
+                 "Pass each rank its own number");
   }
   if (options.timeout <= milliseconds(0)) {
     return error(absl::StatusCode::kInvalidArgument, where,
@@ -90,13 +91,13 @@ absl::StatusOr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int 
     if (absl::Status status = meet(*own, rank, world_size, options.timeout, where); !status.ok()) return status;
 
     auto group = c10::make_intrusive<c10d::ProcessGroup>(own, rank, world_size);
-    const auto gloo = comm::make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", own), rank, world_size,
-                                              options.timeout, reach);
+    const auto gloo =
+        comm::make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", own), rank, world_size, options.timeout, reach);
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
     if (options.backend == "nccl") {
-      const auto nccl = comm::make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", own), rank, world_size,
-                                                options.timeout);
+      const auto nccl =
+          comm::make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", own), rank, world_size, options.timeout);
       group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, nccl);
       group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
     }

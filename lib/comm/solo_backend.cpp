@@ -1,17 +1,20 @@
 #include "lib/comm/solo_backend.h"
 
-#include <ATen/core/ivalue_inl.h>
-
 #include <utility>
 
 namespace rebind::comm {
 namespace {
 
-c10::intrusive_ptr<c10d::Work> done(std::vector<at::Tensor> result) {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  future->markCompleted(c10::IValue(std::move(result)));
-  return c10d::Work::create_from_future(future);
-}
+class Done : public c10d::Work {
+ public:
+  explicit Done(std::vector<at::Tensor> result) : result_(std::move(result)) { finish(); }
+  std::vector<at::Tensor> result() override { return result_; }
+
+ private:
+  std::vector<at::Tensor> result_;
+};
+
+c10::intrusive_ptr<c10d::Work> done(std::vector<at::Tensor> result) { return c10::make_intrusive<Done>(std::move(result)); }
 
 }  // namespace
 
@@ -33,8 +36,7 @@ c10::intrusive_ptr<c10d::Work> SoloBackend::allgather(std::vector<std::vector<at
   return done(inputs);
 }
 
-c10::intrusive_ptr<c10d::Work> SoloBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                            const c10d::AllgatherOptions&) {
+c10::intrusive_ptr<c10d::Work> SoloBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
   output.view_as(input).copy_(input);
   return done({output});
 }

@@ -11,11 +11,10 @@
 // after a failure; what is still open then ends by a time-out, for which Gloo closes all connections of the group.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 namespace rebind::comm {

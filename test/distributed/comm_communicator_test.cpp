@@ -1,5 +1,3 @@
-#include "lib/comm/communicator.h"
-
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -7,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include "lib/comm/communicator.h"
 #include "test/support/catch.h"
 #include "test/support/ranks.h"
 
@@ -61,7 +60,8 @@ TEST_CASE("comm: large parts arrive whole", "[comm]") {
 
 TEST_CASE("comm: reduce_scatter adds in rank order, to the bit", "[comm]") {
   // In fp32 1e8 + 1 is 1e8, so the order shows: ((1e8 + 1) + -1e8) = 0, (1e8 + -1e8) + 1 = 1, and so on.
-  const std::vector<std::array<float, 3>> by_rank{{1e8f, 1e8f, 1.0f}, {1.0f, -1e8f, 1e8f}, {-1e8f, 1.0f, -1e8f}, {0.5f, 0.25f, 2.0f}};
+  const std::vector<std::array<float, 3>> by_rank{
+      {1e8f, 1e8f, 1.0f}, {1.0f, -1e8f, 1e8f}, {-1e8f, 1.0f, -1e8f}, {0.5f, 0.25f, 2.0f}};
   const std::vector<std::vector<float>> sums{{}, {1e8f, 1e8f, 1.0f}, {1e8f, 0.0f, 1e8f}, {0.0f, 1.0f, 0.0f}, {0.5f, 1.25f, 2.0f}};
   for (const int world_size : {1, 2, 3, 4}) {
     run_ranks(world_size, [&](int rank, auto group) {
@@ -99,8 +99,8 @@ TEST_CASE("comm: reduce_scatter refuses other element types by name", "[comm]") 
     std::array<int16_t, 2> buffer{}, out{};
     const auto result = comm.reduce_scatter(unit(3), buffer.data(), out.data(), 1, c10::kBFloat16, {});
     EXPECT_EQ(result.status().code(), absl::StatusCode::kUnimplemented);
-    EXPECT_EQ(std::string(result.status().message()), "reduce_scatter for unit 'block.3', rank " + std::to_string(rank) +
-                                                          ": sums of BFloat16. Use float32 or float64.");
+    EXPECT_EQ(std::string(result.status().message()),
+              "reduce_scatter for unit 'block.3', rank " + std::to_string(rank) + ": sums of BFloat16. Use float32 or float64.");
     EXPECT_OK(comm.broken());
   });
 }
@@ -186,10 +186,10 @@ TEST_CASE("comm: a user's own sends and collectives on the group are left alone"
 
 struct Mismatch {
   const char* what;
-  int64_t bytes;        // rank 1's part
-  uint32_t unit;        // rank 1's
-  uint64_t epoch;       // rank 1's
-  const char* rank1;    // in the message
+  int64_t bytes;      // rank 1's part
+  uint32_t unit;      // rank 1's
+  uint64_t epoch;     // rank 1's
+  const char* rank1;  // in the message
 };
 
 TEST_CASE("comm: ranks in different collectives get the same error and no data", "[comm]") {
@@ -207,16 +207,16 @@ TEST_CASE("comm: ranks in different collectives get the same error and no data",
       const int64_t bytes = odd ? wrong.bytes : 8;
       std::vector<char> buffer(3 * bytes, 'x');
       const auto begin = Clock::now();
-      const absl::Status status =
-          comm.all_gather(unit(odd ? wrong.unit : 3, odd ? wrong.epoch : 5), buffer.data(), bytes);
+      const absl::Status status = comm.all_gather(unit(odd ? wrong.unit : 3, odd ? wrong.epoch : 5), buffer.data(), bytes);
       EXPECT(ms_since(begin) < 1000);
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-      EXPECT_EQ(std::string(status.message()),
-                "all_gather for unit 'block." + std::to_string(odd ? wrong.unit : 3) + "', rank " + std::to_string(rank) +
-                    ": the ranks are in different collectives: rank 0 in all_gather for unit 'block.3' (collective 1, unit index 3, "
-                    "epoch 5, 8 bytes a part), rank 1 in " +
-                    wrong.rank1 +
-                    ". Nothing was exchanged. All ranks must run the same model code in the same order and number of steps.");
+      EXPECT_EQ(
+          std::string(status.message()),
+          "all_gather for unit 'block." + std::to_string(odd ? wrong.unit : 3) + "', rank " + std::to_string(rank) +
+              ": the ranks are in different collectives: rank 0 in all_gather for unit 'block.3' (collective 1, unit index 3, "
+              "epoch 5, 8 bytes a part), rank 1 in " +
+              wrong.rank1 +
+              ". Nothing was exchanged. All ranks must run the same model code in the same order and number of steps.");
       EXPECT_EQ(buffer, std::vector<char>(3 * bytes, 'x'));
       // Broken stays broken, without a message to anybody.
       EXPECT_EQ(comm.exchange(unit(0), {}).status(), status);
@@ -241,10 +241,9 @@ TEST_CASE("comm: different kinds, element types or numbers of words are differen
     const absl::Status by_sender =
         rank == 0 ? sender.all_gather(unit(1), buffer.data(), 8) : sender.broadcast(unit(1), buffer.data(), 8);
     EXPECT_EQ(by_sender.code(), absl::StatusCode::kFailedPrecondition);
-    const absl::Status by_type =
-        (rank == 0 ? type.reduce_scatter(unit(1), buffer.data(), out.data(), 2, c10::kFloat, {})
-                   : type.reduce_scatter(unit(1), buffer.data(), out.data(), 1, c10::kDouble, {}))
-            .status();
+    const absl::Status by_type = (rank == 0 ? type.reduce_scatter(unit(1), buffer.data(), out.data(), 2, c10::kFloat, {})
+                                            : type.reduce_scatter(unit(1), buffer.data(), out.data(), 1, c10::kDouble, {}))
+                                     .status();
     EXPECT_EQ(by_type.code(), absl::StatusCode::kFailedPrecondition);
     const absl::Status by_count = count.exchange(unit(1), {words, rank == 0 ? size_t{1} : size_t{2}}).status();
     EXPECT_EQ(by_count.code(), absl::StatusCode::kFailedPrecondition);
@@ -269,8 +268,9 @@ TEST_CASE("comm: a missing rank is named when the time is up, and broken stays b
     const std::string text(status.message());
     EXPECT(starts_with(text, "all_gather for unit 'block.3', rank " + std::to_string(rank) +
                                  ": no answer from ranks 1, 3 within 1000 ms (waited 1"));
-    EXPECT(contains(text, "collective 0). That rank has ended, is stuck, or did not come to this point; its output comes first. If it is "
-                          "only slow, raise collective_timeout."));
+    EXPECT(contains(text,
+                    "collective 0). That rank has ended, is stuck, or did not come to this point; its output comes first. If it is "
+                    "only slow, raise collective_timeout."));
     EXPECT(comm.waited_seconds() >= 1.0 && comm.waited_seconds() < 1.4);
     const auto again = Clock::now();
     EXPECT_EQ(comm.all_gather(unit(3), parts.data(), sizeof(int)), status);

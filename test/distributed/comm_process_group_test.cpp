@@ -1,10 +1,9 @@
-#include "rebind/process_group.h"
-
 #include <chrono>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "rebind/process_group.h"
 #include "test/support/catch.h"
 #include "test/support/ranks.h"
 
@@ -67,9 +66,10 @@ TEST_CASE("group: ranks that do not arrive are named within the time-out", "[com
   CHECK(waited >= 300ms);
   CHECK(waited < 1500ms);
   CHECK(group.status().code() == absl::StatusCode::kDeadlineExceeded);
-  CHECK(std::string(group.status().message()) ==
-        "make_process_group, rank 1: ranks 0, 2, 3 of 4 did not arrive within 300 ms. Start all ranks, with the same WORLD_SIZE and "
-        "master; look at the output of the missing ones first.");
+  CHECK(
+      std::string(group.status().message()) ==
+      "make_process_group, rank 1: ranks 0, 2, 3 of 4 did not arrive within 300 ms. Start all ranks, with the same WORLD_SIZE and "
+      "master; look at the output of the missing ones first.");
 }
 
 TEST_CASE("group: wrong arguments are refused before anything is sent", "[comm][group]") {
@@ -79,8 +79,9 @@ TEST_CASE("group: wrong arguments are refused before anything is sent", "[comm][
     options.backend = backend;
     return make_process_group(store, rank, world_size, options).status().ToString();
   };
-  CHECK(message(2, 2, "auto") ==
-        "INVALID_ARGUMENT: make_process_group, rank 2: rank 2 of 2, expected 0 <= rank < world size. Pass each rank its own number.");
+  CHECK(
+      message(2, 2, "auto") ==
+      "INVALID_ARGUMENT: make_process_group, rank 2: rank 2 of 2, expected 0 <= rank < world size. Pass each rank its own number.");
   CHECK(message(-1, 2, "auto") ==
         "INVALID_ARGUMENT: make_process_group: rank -1 of 2, expected 0 <= rank < world size. Pass each rank its own number.");
   CHECK(message(0, 2, "mpi") ==

@@ -1,9 +1,8 @@
 // Real processes: torchrun's environment, a master that is not there, a rank that is killed.
+#include <arpa/inet.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
-
-#include <arpa/inet.h>
 
 #include <chrono>
 #include <cstdio>
@@ -114,9 +113,10 @@ TEST_CASE("master: nobody at the address is an error within the time-out that na
   const auto [waited, text] = connect(rank_1_of_2("127.0.0.1", port), 1500ms);
   CHECK(waited >= 900);
   CHECK(waited < 2200);
-  CHECK(text == "DEADLINE_EXCEEDED: init_process_group, rank 1: no answer from the master at 127.0.0.1:" + std::to_string(port) +
-                    " within 1500 ms (Connection refused). Check MASTER_ADDR and MASTER_PORT, and that rank 0 (or torchrun) runs there "
-                    "and can be reached.");
+  CHECK(text ==
+        "DEADLINE_EXCEEDED: init_process_group, rank 1: no answer from the master at 127.0.0.1:" + std::to_string(port) +
+            " within 1500 ms (Connection refused). Check MASTER_ADDR and MASTER_PORT, and that rank 0 (or torchrun) runs there "
+            "and can be reached.");
 }
 
 TEST_CASE("master: a host name that means nothing is an error within the time-out", "[comm][processes]") {
@@ -150,7 +150,8 @@ TEST_CASE("master: rank 0 whose port is taken says so", "[comm][processes]") {
   launch.rank = 0;
   const auto [waited, text] = connect(launch, 2000ms);
   CHECK(waited < 3000);
-  CHECK(contains(text, "UNAVAILABLE: init_process_group, rank 0: cannot serve the store at 127.0.0.1:" + std::to_string(taken.port)));
+  CHECK(
+      contains(text, "UNAVAILABLE: init_process_group, rank 0: cannot serve the store at 127.0.0.1:" + std::to_string(taken.port)));
   CHECK(contains(text, "Choose another MASTER_PORT"));
 }
 
@@ -183,7 +184,8 @@ TEST_CASE("child: rank 1 is killed in the middle of a large gather", "[.child]")
 }
 
 TEST_CASE("processes: the death of a rank in the middle of a message is noticed at once", "[comm][processes]") {
-  const std::vector<Finished> ranks = run_process_ranks(2, {this_program(), "child: rank 1 is killed in the middle of a large gather"});
+  const std::vector<Finished> ranks =
+      run_process_ranks(2, {this_program(), "child: rank 1 is killed in the middle of a large gather"});
   INFO(ranks[0].out << ranks[0].err);
   CHECK(ranks[1].exit_code == 128 + SIGKILL);
   CHECK(ranks[0].exit_code == 0);

@@ -4,7 +4,8 @@
 //   CHECK(child.exit_code == 3);
 //
 //   // This test program again, as two ranks under torchrun; the hidden test is the body of a rank.
-//   Finished ranks = run_process({torchrun(), "--standalone", "--nproc-per-node=2", "--no-python", this_program(), "child: joins"});
+//   Finished ranks = run_process({torchrun(), "--standalone", "--nproc-per-node=2", "--no-python", this_program(), "child:
+//   joins"});
 //
 // A program that is not done in time is killed (it alone, so give a launcher the time to end its own children).
 #pragma once
@@ -19,7 +20,7 @@ namespace rebind::test {
 using Environment = std::map<std::string, std::string>;
 
 struct Finished {
-  int exit_code = -1;       // 128 + signal if it was killed by one, as in a shell
+  int exit_code = -1;  // 128 + signal if it was killed by one, as in a shell
   bool timed_out = false;
   double seconds = 0;
   std::string out, err;

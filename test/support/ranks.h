@@ -13,20 +13,19 @@
 // A rank that hangs past the watchdog ends the process with a list of the ranks that are not done.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <chrono>
 #include <functional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace rebind::test {
 
 struct RanksOptions {
-  std::chrono::milliseconds timeout = std::chrono::seconds(20);   // of the group
-  std::chrono::seconds watchdog = std::chrono::seconds(60);       // for all ranks to end
+  std::chrono::milliseconds timeout = std::chrono::seconds(20);  // of the group
+  std::chrono::seconds watchdog = std::chrono::seconds(60);      // for all ranks to end
 };
 
 using RankBody = std::function<void(int rank, c10::intrusive_ptr<c10d::ProcessGroup> group)>;
@@ -41,7 +40,7 @@ std::vector<std::string> run_ranks_errors(int world_size, const RankBody& body, 
 
 template <class T>
 std::string shown(const T& value) {
-  if constexpr (requires(std::ostream& out) { out << value; }) {
+  if constexpr (requires(std::ostream & out) { out << value; }) {
     std::ostringstream out;
     out.precision(17);
     out << value;
@@ -76,8 +75,8 @@ std::string expect_throws(const char* file, int line, const char* text, const st
 
 }  // namespace rebind::test
 
-#define EXPECT(...) \
-  do { \
+#define EXPECT(...)                                                             \
+  do {                                                                          \
     if (!(__VA_ARGS__)) ::rebind::test::fail(__FILE__, __LINE__, #__VA_ARGS__); \
   } while (false)
 #define EXPECT_EQ(a, b) ::rebind::test::expect_eq(__FILE__, __LINE__, #a " == " #b, a, b)

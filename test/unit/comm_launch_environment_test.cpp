@@ -1,9 +1,8 @@
-#include "lib/comm/launch_environment.h"
-
 #include <map>
 #include <string>
 #include <vector>
 
+#include "lib/comm/launch_environment.h"
 #include "test/support/catch.h"
 
 namespace rebind::comm {
@@ -74,7 +73,8 @@ TEST_CASE("launch: half-set, non-numeric and contradictory variables are named",
       {with(kByHand, {{"RANK", "two"}}),
        "RANK is 'two', expected a number from 0 to 3. Set RANK, or start the program with torchrun."},
       {with(kByHand, {{"RANK", "4"}}), "RANK is '4', expected a number from 0 to 3. Set RANK, or start the program with torchrun."},
-      {with(kByHand, {{"RANK", "-1"}}), "RANK is '-1', expected a number from 0 to 3. Set RANK, or start the program with torchrun."},
+      {with(kByHand, {{"RANK", "-1"}}),
+       "RANK is '-1', expected a number from 0 to 3. Set RANK, or start the program with torchrun."},
       {with(kByHand, {{"WORLD_SIZE", "0"}}),
        "WORLD_SIZE is '0', expected a number from 1 to 1048576. Set WORLD_SIZE, or start the program with torchrun."},
       {with(kByHand, {{"WORLD_SIZE", "4x"}}),
@@ -85,7 +85,8 @@ TEST_CASE("launch: half-set, non-numeric and contradictory variables are named",
        "RANK is 1 and WORLD_SIZE is 4, but MASTER_ADDR is not set. Set the address and port of rank 0, or start the program with "
        "torchrun."},
       {{{"RANK", "1"}, {"WORLD_SIZE", "4"}},
-       "RANK is 1 and WORLD_SIZE is 4, but MASTER_ADDR and MASTER_PORT are not set. Set the address and port of rank 0, or start the "
+       "RANK is 1 and WORLD_SIZE is 4, but MASTER_ADDR and MASTER_PORT are not set. Set the address and port of rank 0, or start "
+       "the "
        "program with torchrun."},
       {with(kByHand, {{"MASTER_PORT", "0"}}),
        "MASTER_PORT is '0', expected a number from 1 to 65535. Set MASTER_PORT, or start the program with torchrun."},
@@ -105,9 +106,10 @@ TEST_CASE("launch: several tasks of another launcher are refused by name, never 
   CHECK(line(read({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}})) ==
         start + "SLURM_NTASKS is 8 and SLURM_PROCID is 0" + absent + "Slurm" + end);
   CHECK(line(read({{"PMI_SIZE", "2"}, {"PMI_RANK", "1"}})) == start + "PMI_SIZE is 2 and PMI_RANK is 1" + absent + "PMI" + end);
-  CHECK(line(read({{"SLURM_NTASKS", "many"}, {"SLURM_PROCID", "0"}})) ==
-        "INVALID_ARGUMENT: init_process_group: SLURM_NTASKS is 'many', expected a number from 1 to 2147483647. Set SLURM_NTASKS, or "
-        "start the program with torchrun.");
+  CHECK(
+      line(read({{"SLURM_NTASKS", "many"}, {"SLURM_PROCID", "0"}})) ==
+      "INVALID_ARGUMENT: init_process_group: SLURM_NTASKS is 'many', expected a number from 1 to 2147483647. Set SLURM_NTASKS, or "
+      "start the program with torchrun.");
   // One task, or the allocation of a shell without a task of its own, is one process.
   CHECK(read({{"SLURM_NTASKS", "1"}, {"SLURM_PROCID", "0"}})->world_size == 1);
   CHECK(read({{"SLURM_NTASKS", "8"}})->world_size == 1);

@@ -1,8 +1,7 @@
-#include "lib/comm/rank_order_sum.h"
-
 #include <cmath>
 #include <vector>
 
+#include "lib/comm/rank_order_sum.h"
 #include "test/support/catch.h"
 
 namespace rebind::comm {

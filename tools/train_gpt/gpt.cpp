@@ -20,7 +20,8 @@ BlockImpl::BlockImpl(int64_t dim) {
 
 at::Tensor BlockImpl::forward(at::Tensor x) {
   const int64_t rows = x.size(0), length = x.size(1), dim = x.size(2), heads = dim / kHeadDim;
-  const auto qkv = qkv_(norm1_(x)).view({rows, length, 3, heads, kHeadDim}).permute({2, 0, 3, 1, 4}).unbind();  // [rows, heads, length, 64]
+  const auto qkv =
+      qkv_(norm1_(x)).view({rows, length, 3, heads, kHeadDim}).permute({2, 0, 3, 1, 4}).unbind();  // [rows, heads, length, 64]
   const at::Tensor mixed = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
                                                             /*is_causal=*/true);
   x = x + out_(mixed.transpose(1, 2).reshape({rows, length, dim}));

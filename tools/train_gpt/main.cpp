@@ -2,7 +2,8 @@
 //
 //   torchrun --no-python --standalone --nproc-per-node=2 build/tools/train_gpt --steps=300 --prepare-at=100
 //
-// Exit codes: 0; 2 for what the user can put right (flags, files, environment, a master or ranks that are not there); 1 for the rest.
+// Exit codes: 0; 2 for what the user can put right (flags, files, environment, a master or ranks that are not there); 1 for the
+// rest.
 #include <absl/strings/str_cat.h>
 #include <c10/util/Exception.h>
 

@@ -24,9 +24,10 @@ ABSL_FLAG(int64_t, batch, 8, "rows of each rank in each step");
 ABSL_FLAG(int64_t, steps, 200, "training steps");
 ABSL_FLAG(int64_t, prepare_at, 0, "step before which rebind::prepare_fsdp is called; -1: never, the plain program");
 ABSL_FLAG(int, emulate_ranks, 0, "the plain program on the rows that this many ranks would draw (one process only)");
-ABSL_FLAG(bool, by_rank, false,
-          "while unsharded, one backward for each rank's rows and the mean of the gradients, instead of one backward over all rows: "
-          "equals the sharded program bit for bit");
+ABSL_FLAG(
+    bool, by_rank, false,
+    "while unsharded, one backward for each rank's rows and the mean of the gradients, instead of one backward over all rows: "
+    "equals the sharded program bit for bit");
 ABSL_FLAG(uint64_t, seed, 0, "of the initial weights and of the rows");
 ABSL_FLAG(double, lr, 1e-3, "learning rate of AdamW");
 ABSL_FLAG(double, weight_decay, 0.1, "of the matrices; biases and norms have none");
@@ -104,7 +105,8 @@ absl::Status check(const Options& options) {
     if (!status.ok()) return status;
   }
   if (gpt.dim % kHeadDim != 0) return bad(absl::StrCat("--dim is ", gpt.dim, ", expected a multiple of ", kHeadDim));
-  if (!(options.lr > 0) || !std::isfinite(options.lr)) return bad(absl::StrCat("--lr is ", options.lr, ", expected a positive number"));
+  if (!(options.lr > 0) || !std::isfinite(options.lr))
+    return bad(absl::StrCat("--lr is ", options.lr, ", expected a positive number"));
   if (!(options.weight_decay >= 0)) return bad(absl::StrCat("--weight-decay is ", options.weight_decay, ", expected 0 or more"));
   if (!(options.lr_decay > 0)) return bad(absl::StrCat("--lr-decay is ", options.lr_decay, ", expected a positive number"));
   if (options.timeout <= std::chrono::milliseconds(0)) return bad("--timeout must be at least 0.001 seconds");
@@ -117,7 +119,8 @@ absl::Status check(const Options& options) {
   if (bytes > memory) {
     return bad(absl::StrCat("a model of ", parameters, " parameters with ", options.batch, " rows of ", gpt.context,
                             " needs about ", static_cast<int64_t>(bytes / (1 << 20)), " MiB before it is sharded, this host has ",
-                            static_cast<int64_t>(memory / (1 << 20)), " MiB; choose smaller --layers, --dim, --batch or --context"));
+                            static_cast<int64_t>(memory / (1 << 20)),
+                            " MiB; choose smaller --layers, --dim, --batch or --context"));
   }
   return absl::OkStatus();
 }
@@ -156,8 +159,8 @@ std::string usage() {
       "train_gpt: trains a character GPT on a text, plainly, and from step --prepare-at on sharded over all ranks.\n"
       "  torchrun --no-python --standalone --nproc-per-node=2 train_gpt --steps=300 --prepare-at=100\n\n";
   for (const auto& [name, flag] : own_flags()) {
-    absl::StrAppend(&text, "  ", dashed(name), " (default ", flag->DefaultValue().empty() ? "none" : flag->DefaultValue(), ")\n      ",
-                    flag->Help(), "\n");
+    absl::StrAppend(&text, "  ", dashed(name), " (default ", flag->DefaultValue().empty() ? "none" : flag->DefaultValue(),
+                    ")\n      ", flag->Help(), "\n");
   }
   return text;
 }

@@ -39,7 +39,8 @@ absl::StatusOr<std::string> bytes_of(const std::string& file) {
   std::error_code code;
   const auto status = std::filesystem::status(file, code);
   if (!std::filesystem::exists(status)) return absl::NotFoundError(absl::StrCat("there is no text file '", file, "'"));
-  if (std::filesystem::is_directory(status)) return absl::InvalidArgumentError(absl::StrCat("'", file, "' is a directory, not a text"));
+  if (std::filesystem::is_directory(status))
+    return absl::InvalidArgumentError(absl::StrCat("'", file, "' is a directory, not a text"));
   std::ifstream stream(file, std::ios::binary);
   if (!stream) return absl::InvalidArgumentError(absl::StrCat("cannot read '", file, "': ", std::strerror(errno)));
   if (absl::EndsWith(file, ".gz")) return unzipped(file);

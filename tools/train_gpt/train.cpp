@@ -98,8 +98,8 @@ std::string sample(Gpt& model, const Text& text, const Options& options) {
   torch::manual_seed(options.seed);
   at::Tensor ids = at::zeros({1, 1}, at::kLong);
   for (int64_t i = 0; i < options.sample; ++i) {
-    const at::Tensor seen = ids.narrow(1, std::max<int64_t>(0, ids.size(1) - options.gpt.context),
-                                       std::min(ids.size(1), options.gpt.context));
+    const at::Tensor seen =
+        ids.narrow(1, std::max<int64_t>(0, ids.size(1) - options.gpt.context), std::min(ids.size(1), options.gpt.context));
     const at::Tensor next = model->forward(seen).select(1, -1).div(0.8).softmax(-1).multinomial(1);
     ids = at::cat({ids, next}, 1);
   }
@@ -124,8 +124,8 @@ absl::Status train(const Options& options, const Text& text, const Group& group)
   torch::optim::AdamW optimizer(parameter_groups(model, options), torch::optim::AdamWOptions(options.lr));
   torch::optim::StepLR schedule(optimizer, static_cast<unsigned>(options.lr_step), options.lr_decay);
   if (first) {
-    absl::PrintF("%d characters, %d distinct; %d parameters; %d rank%s, %d rows of %d characters each\n", text.size(), gpt.vocabulary,
-                 parameter_count(gpt), ranks, ranks == 1 ? "" : "s", options.batch, gpt.context);
+    absl::PrintF("%d characters, %d distinct; %d parameters; %d rank%s, %d rows of %d characters each\n", text.size(),
+                 gpt.vocabulary, parameter_count(gpt), ranks, ranks == 1 ? "" : "s", options.batch, gpt.context);
   }
 
   std::unique_ptr<rebind::Fsdp> fsdp;
@@ -159,7 +159,7 @@ absl::Status train(const Options& options, const Text& text, const Group& group)
 
     if (fsdp != nullptr) loss = mean_over_ranks(loss, group);
     if (!first) continue;
-    if (losses.is_open()) losses << absl::StrFormat("%.8f\n", loss);
+    if (losses.is_open()) losses << absl::StrFormat("%.8f", loss) << std::endl;  // may be watched
     progress.step_done(step + 1, loss, fsdp.get());
   }
 
@@ -167,8 +167,8 @@ absl::Status train(const Options& options, const Text& text, const Group& group)
     const std::string written = sample(model, text, options);
     if (first) absl::PrintF("\n%s\n", written);
   }
-  losses.close();
-  if (first && !losses) return absl::UnknownError(absl::StrCat("could not write all losses to '", options.losses_file, "'"));
+  if (losses.is_open() && !losses.flush())
+    return absl::UnknownError(absl::StrCat("could not write all losses to '", options.losses_file, "'"));
   return absl::OkStatus();
 }
 
