@@ -5,6 +5,7 @@
 #include <absl/container/flat_hash_set.h>
 #include <absl/strings/str_cat.h>
 #include <absl/strings/str_join.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -18,6 +19,13 @@ namespace {
 using runtime::Parameter;
 using runtime::Sharding;
 
+// `tensor`'s values in the order of their indices, without copying where they lie so already.
+at::Tensor plain(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().contiguous(); }
+
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
 // Rank 0's values of one tensor after another, or the proof that all ranks have the same.
 class Synchronizer {
  public:
@@ -25,7 +33,7 @@ class Synchronizer {
 
   // A contiguous tensor with the values that all ranks start from. `tensor` itself where that is possible; never written to.
   absl::StatusOr<at::Tensor> operator()(const at::Tensor& tensor, const std::string& name) {
-    at::Tensor values = tensor.detach().contiguous();
+    at::Tensor values = plain(tensor);
     if (sharding_.world_size() == 1) return values;
     if (!from_rank0_) {
       names_.push_back(name);
@@ -118,7 +126,8 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
     for (auto& [key, tensor] : parts.tensors) {
       auto whole = sync(tensor, absl::StrCat("state '", key, "' of parameter '", parameter.name, "' in optimizers[", index, "]"));
       if (!whole.ok()) return whole.status();
-      tensor = tensor.dim() == 0 ? whole->clone() : cut(*whole, parameter);
+      // One number for the whole parameter stays; of a parameter without dimensions it is its only element.
+      tensor = tensor.dim() == 0 && !parameter.sizes.empty() ? whole->clone() : cut(*whole, parameter);
     }
     staged.state[parameter.shard.unsafeGetTensorImpl()] = adapter.put_together(parts);
   }
@@ -154,7 +163,14 @@ absl::Status stage_buffers(const plan::Census& census, Synchronizer& sync, Stage
       if (!item.value().defined()) continue;
       auto values = sync(item.value(), absl::StrCat("buffer '", item.key(), "'"));
       if (!values.ok()) return values.status();
-      if (!values->is_same(item.value())) staged.buffers.push_back({item.value(), *values});
+      StagedBuffer buffer{item.value(), *values};
+      if (same_bytes(plain(buffer.target), buffer.value)) continue;  // nothing to write, so older graphs stay valid
+      // Elements that share memory are written once: LibTorch refuses to write them together.
+      for (int64_t d = 0; d < buffer.target.dim(); ++d) {
+        if (buffer.target.stride(d) != 0 || buffer.target.size(d) < 2) continue;
+        buffer = {buffer.target.narrow(d, 0, 1), buffer.value.narrow(d, 0, 1)};
+      }
+      staged.buffers.push_back(std::move(buffer));
     }
   }
   return absl::OkStatus();
@@ -207,7 +223,10 @@ void commit(Staged& staged) noexcept {
     torch::autograd::impl::set_post_acc_grad_hooks(parameter.original, std::move(parameter.hook));
   }
   for (StagedOptimizer& optimizer : staged.optimizers) commit_optimizer(optimizer);
-  for (StagedBuffer& buffer : staged.buffers) buffer.target.copy_(buffer.value);
+  for (StagedBuffer& buffer : staged.buffers) {
+    c10::InferenceMode as_made(buffer.target.is_inference());  // outside the mode such a buffer cannot be written
+    buffer.target.copy_(buffer.value);
+  }
   staged.parameters.clear();
 }
 

@@ -160,7 +160,10 @@ bool run_on_shard(const c10::OperatorHandle& op, const OperatorInfo& info, c10::
   if (touches.size() != 1 || facade.argument != 0 || facade.role() != Role::kFacade || sharding.world_size() == 1) return false;
   Parameter& parameter = facade.parameter();
   const at::Tensor& tensor = facade.tensor;
-  if (tensor.numel() != parameter.numel || !tensor.is_non_overlapping_and_dense() || !others_are_scalars(info, *stack)) return false;
+  if (tensor.numel() != parameter.numel || tensor.scalar_type() != parameter.dtype || !tensor.is_non_overlapping_and_dense() ||
+      !others_are_scalars(info, *stack)) {
+    return false;
+  }
   {
     std::lock_guard lock(sharding.mutex);
     sharding.settle(parameter);

@@ -151,6 +151,7 @@ Snapshot snapshot(Setup& setup, Fsdp& fsdp) {
     auto values = fsdp.full_parameter(name);
     EXPECT_OK(values);
     result[name] = *values;
+    if (name != sharding->find(name)->name) continue;  // a tie's state stands once, under its first name
     for (size_t k = 0; k < setup.optimizers.size(); ++k) {
       const auto& optimizer = *setup.optimizers[k];
       const auto state = optimizer.state().find(sharding->find(name)->shard.unsafeGetTensorImpl());
