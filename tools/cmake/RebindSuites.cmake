@@ -1,4 +1,5 @@
-# rebind_suite(NAME): test/NAME/**/*.cpp and test/support become the program rebind_NAME and the CTest entry and label NAME.
+# rebind_suite(NAME [FILE...]): test/NAME/**/*.cpp, test/support and these files become the program rebind_NAME and the CTest entry
+#   and label NAME. A folder without tests gives neither.
 # rebind_script_test(NAME LABEL label SCRIPT path): a shell script that exits with 0 when it passes.
 
 find_package(Catch2 REQUIRED)
@@ -23,7 +24,7 @@ function(rebind_suite name)
   if(NOT sources)
     return()
   endif()
-  add_executable(rebind_${name} ${sources})
+  add_executable(rebind_${name} ${sources} ${ARGN})
   rebind_compile(rebind_${name})
   target_link_libraries(rebind_${name} PRIVATE rebind_test_support)
   target_precompile_headers(rebind_${name} REUSE_FROM rebind_test_support)
