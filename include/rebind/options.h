@@ -38,7 +38,7 @@ class UnitPolicy {
   enum class Kind { kAutomatic, kBySize, kByModule, kWholeModel };
   using Predicate = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
-  // Repeated blocks (children of one container that have the same parameters) are a unit each, the rest is one unit.
+  // Repeated blocks (children of one container that have one type and the same parameters) are a unit each, the rest is one unit.
   static UnitPolicy automatic() { return UnitPolicy(Kind::kAutomatic); }
   // Unimplemented: parameters in registration order, cut into units of at least `min_numel` elements.
   static UnitPolicy by_size(int64_t min_numel) {

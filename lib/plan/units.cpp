@@ -1,6 +1,7 @@
 #include "lib/plan/units.h"
 
 #include <exception>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -22,7 +23,8 @@ Paths chosen_modules(const torch::nn::Module& model, const UnitPolicy::Predicate
   return chosen;
 }
 
-// Finds repeated blocks. Two modules repeat each other if everything below them has the same names, shapes and dtypes.
+// Finds repeated blocks. Two modules repeat each other if they are of one type and everything below them
+// has the same names, shapes, dtypes and types.
 class BlockFinder {
  public:
   explicit BlockFinder(const torch::nn::Module& model) {
@@ -43,7 +45,12 @@ class BlockFinder {
       const int signature = signature_of(*child.value(), join_path(path, child.key()));
       if (signature != 0) absl::StrAppend(&text, child.key(), "=", signature, ";");
     }
-    const int signature = text.empty() ? 0 : numbers_.emplace(text, static_cast<int>(numbers_.size()) + 1).first->second;
+    if (text.empty()) {
+      signatures_[path] = 0;
+      return 0;
+    }
+    text.insert(0, absl::StrCat(typeid(module).name(), " "));  // an embedding is no repetition of a head of the same shape
+    const int signature = numbers_.emplace(text, static_cast<int>(numbers_.size()) + 1).first->second;
     signatures_[path] = signature;
     return signature;
   }

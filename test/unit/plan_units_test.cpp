@@ -104,6 +104,13 @@ TEST_CASE("units: blocks repeat only with equal names and shapes", "[plan][units
   CHECK(units(equal, UnitPolicy::automatic()) == "0: 0.a | 1: 1.a");
 }
 
+TEST_CASE("units: an embedding and a head of one shape are no repetition", "[plan][units]") {
+  Bag model;
+  model.register_module("tokens", torch::nn::Embedding(7, 4));
+  model.register_module("head", torch::nn::Linear(torch::nn::LinearOptions(4, 7).bias(false)));
+  CHECK(units(model, UnitPolicy::automatic()) == "<root>: tokens.weight head.weight");
+}
+
 TEST_CASE("units: blocks of different dtypes do not repeat each other", "[plan][units]") {
   Bag model;
   model.register_module("0", std::make_shared<Bag>(Bag({{"a", {2}}})));
