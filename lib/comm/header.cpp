@@ -10,14 +10,10 @@ namespace {
 
 const char* kind_name(uint64_t kind) {
   switch (static_cast<Kind>(kind)) {
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kExchange:
-      return "exchange";
+    case Kind::kAllGather: return "all_gather";
+    case Kind::kReduceScatter: return "reduce_scatter";
+    case Kind::kBroadcast: return "broadcast";
+    case Kind::kExchange: return "exchange";
   }
   return "an unknown collective";
 }

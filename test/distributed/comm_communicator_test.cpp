@@ -256,14 +256,14 @@ TEST_CASE("comm: a missing rank is named when the time is up, and broken stays b
   run_ranks(4, [](int rank, auto group) {
     Communicator comm(group, 0, 1000ms);
     if (rank == 1 || rank == 3) {
-      std::this_thread::sleep_for(1500ms);
+      std::this_thread::sleep_for(2500ms);
       return;
     }
     std::array<int, 4> parts{};
     const auto begin = Clock::now();
     const absl::Status status = comm.all_gather(unit(3), parts.data(), sizeof(int));
     const int64_t waited = ms_since(begin);
-    EXPECT(waited >= 1000 && waited < 1400);
+    EXPECT(waited >= 1000 && waited < 2000);
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
     const std::string text(status.message());
     EXPECT(starts_with(text, "all_gather for unit 'block.3', rank " + std::to_string(rank) +
@@ -271,7 +271,7 @@ TEST_CASE("comm: a missing rank is named when the time is up, and broken stays b
     EXPECT(contains(text,
                     "collective 0). That rank has ended, is stuck, or did not come to this point; its output comes first. If it is "
                     "only slow, raise collective_timeout."));
-    EXPECT(comm.waited_seconds() >= 1.0 && comm.waited_seconds() < 1.4);
+    EXPECT(comm.waited_seconds() >= 1.0 && comm.waited_seconds() < 2.0);
     const auto again = Clock::now();
     EXPECT_EQ(comm.all_gather(unit(3), parts.data(), sizeof(int)), status);
     EXPECT(ms_since(again) < 100);
@@ -283,15 +283,15 @@ TEST_CASE("comm: a rank that has gone is named at once, though another is late",
     Communicator comm(group, 0, 20s);
     EXPECT_OK(comm.exchange(unit(0), {}));
     if (rank == 1) return;  // its group ends with it
-    if (rank == 2) std::this_thread::sleep_for(1s);
+    if (rank == 2) std::this_thread::sleep_for(2s);
     std::array<int, 3> parts{};
     const auto begin = Clock::now();
     const absl::Status status = comm.all_gather(unit(3), parts.data(), sizeof(int));
-    EXPECT(ms_since(begin) < 700);
+    EXPECT(ms_since(begin) < 1500);
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
     EXPECT(starts_with(std::string(status.message()), "all_gather for unit 'block.3', rank " + std::to_string(rank) +
                                                           ": the connection to rank 1 is closed (after "));
-    std::this_thread::sleep_for(rank == 0 ? 1500ms : 0ms);  // what rank 0 sent must reach rank 2, which would else name rank 0
+    std::this_thread::sleep_for(rank == 0 ? 2500ms : 0ms);  // what rank 0 sent must reach rank 2, which would else name rank 0
   });
 }
 
