@@ -84,6 +84,7 @@ absl::Status meet(c10d::Store& store, int rank, int world_size, milliseconds tim
 
 absl::StatusOr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                               const ProcessGroupOptions& options, comm::Reach reach, const Where& where) {
+  const char* remedy = "If the host has several networks, name the right interface in GLOO_SOCKET_IFNAME";
   try {
     // The n-th group that this rank makes over the store meets the n-th of the others.
     const int64_t number = store->add(absl::StrCat("groups/", rank), 1);
@@ -96,6 +97,7 @@ absl::StatusOr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int 
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
     if (options.backend == "nccl") {
+      remedy = "NCCL needs a GPU for each rank; use the backend 'gloo' for tensors on the CPU";
       const auto nccl =
           comm::make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", own), rank, world_size, options.timeout);
       group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, nccl);
@@ -104,7 +106,7 @@ absl::StatusOr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int 
     return group;
   } catch (const std::exception& e) {
     return error(absl::StatusCode::kUnavailable, where, absl::StrCat("the ranks could not be connected (", first_line(e), ")"),
-                 "If the host has several networks, name the right interface in GLOO_SOCKET_IFNAME");
+                 remedy);
   }
 }
 
