@@ -3,6 +3,9 @@
 //   auto group = rebind::init_process_group();       // torchrun's environment; one process without it
 //   if (!group.ok()) { std::cerr << group.status() << "\n"; return 2; }
 //
+// A group of more than one rank ignores SIGPIPE in this process, as Python does, unless the program has a handler for it: a peer
+// that died is an error with its rank then, not the end of this process.
+//
 // Ranks that are threads of one process (tests) share a c10d::HashStore and call make_process_group.
 #pragma once
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/base/error.h"
+#include "lib/comm/broken_pipe.h"
 #include "lib/comm/header.h"
 #include "lib/comm/rank_order_sum.h"
 #include "lib/comm/transfer.h"
@@ -181,6 +182,7 @@ Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, int cha
                           absl::StrCat("channel ", channel, " is not in [0, ", kChannels, ")"), "Too many shardings on one group");
   }
   if (impl_->world_size > 1) {
+    survive_broken_pipes();  // the group may be one that the program made
     try {
       impl_->backend = group->getBackend(c10::DeviceType::CPU);
     } catch (const c10::Error&) {

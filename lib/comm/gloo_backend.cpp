@@ -5,6 +5,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "lib/comm/broken_pipe.h"
+
 namespace rebind::comm {
 namespace {
 
@@ -27,6 +29,7 @@ std::vector<std::shared_ptr<gloo::transport::Device>> devices(Reach reach) {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                                                     std::chrono::milliseconds timeout, Reach reach) {
+  survive_broken_pipes();
   auto options = Gloo::Options::create(timeout);
   options->devices = devices(reach);
   return c10::make_intrusive<Gloo>(store, rank, world_size, options);
