@@ -30,6 +30,10 @@ void Sharding::pin_values(Parameter& parameter) {
 void Sharding::pin_gradients(Parameter& parameter) {
   if (moved_) check_windows();
   settle(parameter);
+  if (parameter.shard_gradient == nullptr) {
+    throw_error(where("use of a gradient", &parameter), "it was cleared (zero_grad) and is kept by a handle of the program's own",
+                "Clone a gradient to keep it");
+  }
   ensure(parameter, parameter.unit->gradients, /*gradients=*/true);
   ++parameter.unit->gradients.pins;
 }

@@ -90,6 +90,8 @@ void Sharding::take_gradient(Parameter& parameter, at::Tensor gradient) {
     throw_error(where("backward", &parameter), "its gradient is sparse, which cannot be sharded",
                 "Use the dense gradient (an embedding's sparse option off)");
   }
+  // A view of another parameter is there only while an operator runs on it.
+  if (KeyedStorage::of(gradient) != nullptr) gradient = gradient.clone();
   // Added out of place: the tensor may be shared with another parameter or held by a user's hook.
   parameter.pending = parameter.pending.defined() ? parameter.pending + gradient : std::move(gradient);
   if (at::Tensor window = parameter.lock_window(); window.defined()) put_handles(parameter, window);
@@ -179,6 +181,11 @@ void Sharding::attach_gradient(Parameter& parameter, const at::Tensor& piece) {
 }
 
 void Sharding::settle(Parameter& parameter) {
+  // A side that the program cleared while it kept a copy of the handle could not tell us (Note: Gradient states).
+  const at::Tensor window = parameter.lock_window();
+  const bool window_cleared = parameter.facade != nullptr && window.defined() && !window.grad().defined();
+  const bool shard_cleared = parameter.shard_gradient != nullptr && !parameter.shard.grad().defined();
+  if (window_cleared || shard_cleared) return forget_gradient(parameter);
   if (parameter.pending.defined()) reduce(*parameter.unit);
 }
 

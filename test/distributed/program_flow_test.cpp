@@ -6,8 +6,7 @@
 #include <torch/optim/sgd.h>
 
 #include "test/support/catch.h"
-#include "test/support/plan_text.h"
-#include "test/support/training.h"
+#include "test/support/sharded_bag.h"
 
 namespace rebind::test {
 namespace {
@@ -17,8 +16,6 @@ using torch::optim::AdamOptions;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 using List = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 Setup with_adam() {
   return net_with([](Net& net) { return List{std::make_shared<Adam>(net.parameters(), AdamOptions(1e-2))}; });
@@ -49,7 +46,8 @@ struct Fragile : torch::autograd::Function<Fragile> {
     context->saved_data["armed"] = reinterpret_cast<int64_t>(armed);
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     if (*reinterpret_cast<bool*>(context->saved_data["armed"].toInt())) throw std::runtime_error("an accident in backward");
     return {gradients[0], at::Tensor()};
   }
@@ -173,7 +171,9 @@ TEST_CASE("flow: what an exception in backward left is used as in the plain prog
     const auto run = [&](Setup& setup) {
       auto& net = dynamic_cast<Net&>(*setup.model);
       bool armed = true;
-      setup.forward = [&](const at::Tensor& input) { return net.second(Fragile::apply(at::tanh(net.first(input)), &armed)) * net.scale; };
+      setup.forward = [&](const at::Tensor& input) {
+        return net.second(Fragile::apply(at::tanh(net.first(input)), &armed)) * net.scale;
+      };
       EXPECT_THROWS(loss_on(setup, 0, 0).backward());
       armed = false;
       EXPECT(net.second->weight.grad().defined());

@@ -29,7 +29,8 @@ Setup made() {
     const auto same = [&](const at::Tensor& other) { return other.is_same(item.value()); };
     if (std::none_of(parameters.begin(), parameters.end(), same)) parameters.push_back(item.value());
   }
-  return {model, {std::make_shared<Adam>(parameters, AdamOptions(1e-2))}, [model](const at::Tensor& x) { return model->forward(x); }};
+  return {
+      model, {std::make_shared<Adam>(parameters, AdamOptions(1e-2))}, [model](const at::Tensor& x) { return model->forward(x); }};
 }
 
 UnitPolicy by_child() {
@@ -60,7 +61,8 @@ at::Tensor indices_of(const at::Tensor& input) { return (input.detach().abs() * 
 
 struct Recurrent : torch::nn::Module {
   Recurrent() {
-    lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(1, 4).num_layers(2).batch_first(true).bidirectional(true)));
+    lstm =
+        register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(1, 4).num_layers(2).batch_first(true).bidirectional(true)));
     head = register_module("head", torch::nn::Linear(8, 3));
   }
   at::Tensor forward(const at::Tensor& input) { return head(std::get<0>(lstm(input.unsqueeze(2))).select(1, -1)); }
@@ -118,7 +120,8 @@ struct Odd : torch::nn::Module {
 // 72 layers, 144 parameters: more than one word of bits, of parameters and of units.
 struct Deep : torch::nn::Module {
   Deep() {
-    for (int i = 0; i < 72; ++i) layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(i == 0 ? 5 : 3, 3)));
+    for (int i = 0; i < 72; ++i)
+      layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(i == 0 ? 5 : 3, 3)));
   }
   at::Tensor forward(const at::Tensor& input) {
     at::Tensor x = layers[0](input);
@@ -162,13 +165,14 @@ struct Penalized : torch::nn::Module {
 // Recomputes `body` in backward, with a backward of its own inside: what activation checkpointing does.
 struct Recompute : torch::autograd::Function<Recompute> {
   using Body = std::function<at::Tensor(const at::Tensor&)>;
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& /*makes it differentiable*/,
-                            const Body* body) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& /*makes it differentiable*/, const Body* body) {
     context->save_for_backward({x});
     context->saved_data["body"] = reinterpret_cast<int64_t>(body);
     return (*body)(x);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     at::AutoGradMode enabled(true);
     const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
     const auto* body = reinterpret_cast<const Body*>(context->saved_data["body"].toInt());
@@ -184,7 +188,9 @@ struct Checkpointed : torch::nn::Module {
     third = register_module("third", torch::nn::Linear(4, 3));
     body = [this](const at::Tensor& x) { return at::tanh(second(x)); };
   }
-  at::Tensor forward(const at::Tensor& input) { return third(Recompute::apply(first(input), at::ones({1}, at::requires_grad()), &body)); }
+  at::Tensor forward(const at::Tensor& input) {
+    return third(Recompute::apply(first(input), at::ones({1}, at::requires_grad()), &body));
+  }
   torch::nn::Linear first{nullptr}, second{nullptr}, third{nullptr};
   Recompute::Body body;
 };
@@ -217,7 +223,9 @@ TEST_CASE("programs: 144 parameters in 72 units", "[programs]") {
 TEST_CASE("programs: more ranks than elements", "[programs]") {
   struct Small : torch::nn::Module {
     Small() { register_parameter("a", at::ones({1})), register_parameter("b", at::ones({})); }
-    at::Tensor forward(const at::Tensor& input) { return input.narrow(1, 0, 3) * named_parameters()["a"] + named_parameters()["b"]; }
+    at::Tensor forward(const at::Tensor& input) {
+      return input.narrow(1, 0, 3) * named_parameters()["a"] + named_parameters()["b"];
+    }
   };
   for (bool tight : {false, true}) {
     Program program{.make = made<Small>, .steps = 3, .prepare_at = 1};
