@@ -201,7 +201,7 @@ uint64_t Communicator::position() const { return impl_->position; }
 absl::Status Communicator::broken() const { return impl_->broken; }
 double Communicator::waited_seconds() const { return impl_->waited_seconds; }
 
-absl::Status Communicator::all_gather(Identity identity, void* buffer, int64_t part_bytes) {
+absl::Status Communicator::all_gather(const Identity& identity, void* buffer, int64_t part_bytes) {
   Stopwatch watch(impl_->waited_seconds);
   Header header;
   auto words = impl_->start(identity, Kind::kAllGather, part_bytes, c10::ScalarType::Byte, {}, watch.begin, header);
@@ -216,7 +216,7 @@ absl::Status Communicator::all_gather(Identity identity, void* buffer, int64_t p
   return impl_->move(parts, part_bytes, header, watch.begin);
 }
 
-absl::StatusOr<Words> Communicator::reduce_scatter(Identity identity, const void* buffer, void* out, int64_t part_numel,
+absl::StatusOr<Words> Communicator::reduce_scatter(const Identity& identity, const void* buffer, void* out, int64_t part_numel,
                                                    c10::ScalarType dtype, std::span<const uint64_t> words) {
   if (dtype != c10::ScalarType::Float && dtype != c10::ScalarType::Double) {
     return error(absl::StatusCode::kUnimplemented,
@@ -247,6 +247,7 @@ absl::StatusOr<Words> Communicator::reduce_scatter(Identity identity, const void
   }
   const auto sum = [&]<class T>(T* sums) {
     std::vector<const T*> typed;
+    typed.reserve(summands.size());
     for (const void* summand : summands) typed.push_back(static_cast<const T*>(summand));
     rank_order_sum(sums, typed, part_numel);
   };
@@ -254,13 +255,13 @@ absl::StatusOr<Words> Communicator::reduce_scatter(Identity identity, const void
   return result;
 }
 
-absl::StatusOr<Words> Communicator::exchange(Identity identity, std::span<const uint64_t> words) {
+absl::StatusOr<Words> Communicator::exchange(const Identity& identity, std::span<const uint64_t> words) {
   Stopwatch watch(impl_->waited_seconds);
   Header header;
   return impl_->start(identity, Kind::kExchange, 0, c10::ScalarType::Byte, words, watch.begin, header);
 }
 
-absl::Status Communicator::broadcast(Identity identity, void* buffer, int64_t bytes) {
+absl::Status Communicator::broadcast(const Identity& identity, void* buffer, int64_t bytes) {
   Stopwatch watch(impl_->waited_seconds);
   Header header;
   auto words = impl_->start(identity, Kind::kBroadcast, bytes, c10::ScalarType::Byte, {}, watch.begin, header);

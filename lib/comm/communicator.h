@@ -60,22 +60,22 @@ class Communicator {
   // after FailedPrecondition.
 
   // In place: `buffer` holds world_size parts of part_bytes each; this rank's part is filled in, the others are received.
-  absl::Status all_gather(Identity identity, void* buffer, int64_t part_bytes);
+  absl::Status all_gather(const Identity& identity, void* buffer, int64_t part_bytes);
 
   // `buffer` holds world_size parts of part_numel elements of `dtype` (kFloat or kDouble, others are Unimplemented). On success
   // `out` (part_numel elements, not overlapping `buffer`) is the sum over the ranks of part [rank], added in rank order. `words`
   // are sent to all peers along with the header; the result holds those of every rank, [rank][word]. All ranks must pass equally
   // many.
-  absl::StatusOr<std::vector<std::vector<uint64_t>>> reduce_scatter(Identity identity, const void* buffer, void* out,
+  absl::StatusOr<std::vector<std::vector<uint64_t>>> reduce_scatter(const Identity& identity, const void* buffer, void* out,
                                                                     int64_t part_numel, c10::ScalarType dtype,
                                                                     std::span<const uint64_t> words);
 
   // Everyone's words, [rank][word]; a small all-gather, and a barrier. All ranks must pass equally many. Up to 16 words travel in
   // the header.
-  absl::StatusOr<std::vector<std::vector<uint64_t>>> exchange(Identity identity, std::span<const uint64_t> words);
+  absl::StatusOr<std::vector<std::vector<uint64_t>>> exchange(const Identity& identity, std::span<const uint64_t> words);
 
   // `buffer` of rank 0 to all. A barrier as well.
-  absl::Status broadcast(Identity identity, void* buffer, int64_t bytes);
+  absl::Status broadcast(const Identity& identity, void* buffer, int64_t bytes);
 
   // Number of collectives issued so far.
   uint64_t position() const;

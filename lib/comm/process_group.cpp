@@ -64,6 +64,7 @@ Group solo_group(c10::intrusive_ptr<c10d::Store> store) {
 // Waits until all ranks are here, which names those that are not; Gloo's own connecting names nobody.
 absl::Status meet(c10d::Store& store, int rank, int world_size, milliseconds timeout, const Where& where) {
   std::vector<std::string> keys;
+  keys.reserve(world_size);
   for (int r = 0; r < world_size; ++r) keys.push_back(absl::StrCat("here/", r));
   store.set(keys[rank], "1");
   try {

@@ -10,6 +10,7 @@ namespace rebind::comm {
 class SoloBackend : public c10d::Backend {
  public:
   SoloBackend() : Backend(/*rank=*/0, /*size=*/1) {}
+  // NOLINTNEXTLINE(readability-const-return-type): the base class's
   const std::string getBackendName() const override { return "rebind_solo"; }
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions&) override;

@@ -1,5 +1,6 @@
 #include "tools/train_gpt/train.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <absl/strings/str_cat.h>
@@ -10,6 +11,7 @@
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -43,8 +45,9 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(Gpt& model, cons
 std::vector<Batch> batches(const Text& text, const Options& options, const Group& group, int64_t step, bool sharded) {
   const auto of_rank = [&](int rank) { return text.batch(options.seed, step, rank, options.batch, options.gpt.context); };
   if (sharded) return {of_rank(group->getRank())};
-  std::vector<Batch> all;
   const int ranks = options.emulate_ranks > 0 ? options.emulate_ranks : group->getSize();
+  std::vector<Batch> all;
+  all.reserve(ranks);
   for (int rank = 0; rank < ranks; ++rank) all.push_back(of_rank(rank));
   if (options.by_rank) return all;
   return {joined(all)};
