@@ -1,8 +1,6 @@
-// The life of a program around the sharding: cases F4 to F9, F15, F16, and the tripwires.
+// The life of a program around the sharding: cases F4 to F9, F15, F16.
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/cloneable.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
@@ -12,40 +10,19 @@
 
 #include "test/support/catch.h"
 #include "test/support/plan_text.h"
+#include "test/support/short_forms.h"
 #include "test/support/training.h"
 
 namespace rebind::test {
-namespace {
 
 using torch::optim::Adam;
 using torch::optim::AdamOptions;
 using torch::optim::SGD;
-using torch::optim::SGDOptions;
-using List = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
-
-std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const Group& group, const FsdpOptions& options = {}) {
-  auto fsdp = prepare_fsdp(model, optimizers, group, options);
-  EXPECT_OK(fsdp);
-  return *std::move(fsdp);
-}
-
-Setup with_momentum() {
-  return net_with([](Net& net) { return List{std::make_shared<SGD>(net.parameters(), SGDOptions(0.1).momentum(0.9))}; });
-}
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-at::Tensor loss_on(Setup& setup, int rank, int step) {
-  auto [input, target] = rows(rank, step, at::kFloat);
-  return at::mse_loss(setup.forward(input), target);
-}
-
-}  // namespace
 
 TEST_CASE("F4: a weight used directly, a graph used twice, a loss on a kept intermediate", "[cases]") {
   // A forward that goes around modules: functional calls, views, a transposed weight, a slice.
   const auto make = [] {
-    Setup setup = with_momentum();
+    Setup setup = net_with_momentum();
     auto net = std::dynamic_pointer_cast<Net>(setup.model);
     setup.forward = [net](const at::Tensor& input) {
       const at::Tensor hidden = at::tanh(at::linear(input, net->first->weight, net->first->bias));
@@ -95,7 +72,7 @@ TEST_CASE("F5: a clone is plain, whole and independent", "[cases]") {
 }
 
 TEST_CASE("F5: Module::to is refused and undone, and the model trains on", "[cases][tripwire]") {
-  Program program{.make = with_momentum, .steps = 5};
+  Program program{.make = net_with_momentum, .steps = 5};
   const Snapshot expected = reference_w(program, 2);
   run_ranks(2, [&](int rank, Group group) {
     Program first = program;
@@ -135,7 +112,7 @@ TEST_CASE("F5: data replaced in a model of one parameter is noticed in the next 
 
 TEST_CASE("F6: an average kept by hand, and writing it back", "[cases]") {
   for (int world_size : {1, 2, 3}) {
-    Program program{.make = with_momentum, .steps = 5};
+    Program program{.make = net_with_momentum, .steps = 5};
     program.zero_grad = [](Setup& setup, int step) {
       at::NoGradGuard no_grad;
       for (at::Tensor& parameter : setup.model->parameters()) {
@@ -154,7 +131,7 @@ TEST_CASE("F6: an average kept by hand, and writing it back", "[cases]") {
 
 TEST_CASE("F6: an exponential average read from the parameters is REF's", "[cases]") {
   for (int world_size : {2, 3}) {
-    Program program{.make = with_momentum, .steps = 5};
+    Program program{.make = net_with_momentum, .steps = 5};
     const auto averaging = [](std::vector<at::Tensor>& average) {
       return [&average](Setup& setup, int) {
         at::NoGradGuard no_grad;
@@ -197,7 +174,7 @@ TEST_CASE("F6: a write that differs by rank leaves one value, its owner's", "[ca
 
 TEST_CASE("F7: a second prepare is refused by name, and the model trains on", "[cases]") {
   run_ranks(2, [](int rank, Group group) {
-    Setup setup = with_momentum();
+    Setup setup = net_with_momentum();
     auto fsdp = prepare(*setup.model, setup.pointers(), group);
     auto again = prepare_fsdp(*setup.model, setup.pointers(), group);
     EXPECT_EQ(again.status().ToString(), std::string("FAILED_PRECONDITION: prepare_fsdp, rank 0: parameter 'scale': it is sharded already. "
@@ -209,7 +186,7 @@ TEST_CASE("F7: a second prepare is refused by name, and the model trains on", "[
 }
 
 TEST_CASE("F8: NoGrad evaluation, an early return, an exception in forward, a break: the next iteration is right", "[cases]") {
-  Program program{.make = with_momentum, .steps = 6, .prepare_at = 1};
+  Program program{.make = net_with_momentum, .steps = 6, .prepare_at = 1};
   const Snapshot expected = reference_w(program, 2);
   program.zero_grad = [](Setup& setup, int step) {
     setup.optimizers[0]->zero_grad();
@@ -299,7 +276,7 @@ TEST_CASE("F16: torch::load into the model is refused, and right inside full_par
       in.load_from(stream);
       net.load(in);
     };
-    Setup setup = with_momentum();
+    Setup setup = net_with_momentum();
     auto& net = dynamic_cast<Net&>(*setup.model);
     auto fsdp = prepare(net, setup.pointers(), group);
     const Snapshot before = snapshot(setup, *fsdp);
@@ -315,114 +292,6 @@ TEST_CASE("F16: torch::load into the model is refused, and right inside full_par
       expect_same(item.key(), net.named_parameters()[item.key()].detach().clone(), item.value().detach());
     }
   });
-}
-
-TEST_CASE("tripwire: raw access names the parameter and the way out; in full_parameters it is allowed", "[tripwire]") {
-  run_ranks(2, [](int rank, Group group) {
-    Setup setup = with_momentum();
-    auto& net = dynamic_cast<Net&>(*setup.model);
-    auto fsdp = prepare(net, setup.pointers(), group);
-    const std::string expected = "rank " + std::to_string(rank) + ": parameter 'first.weight' is sharded and its memory is not here";
-    EXPECT(contains(EXPECT_THROWS(net.first->weight.data_ptr<float>()), expected));
-    net.first->weight.sum();  // gathered now, and still closed
-    EXPECT(contains(EXPECT_THROWS(net.first->weight.data_ptr()), expected));
-    EXPECT(contains(EXPECT_THROWS(net.first->weight.storage().data()), expected));
-    const auto save = [&] {
-      torch::serialize::OutputArchive archive;
-      net.save(archive);
-      std::ostringstream file;
-      archive.save_to(file);
-      return file.str().size();
-    };
-    EXPECT(contains(EXPECT_THROWS(save()), "is sharded and its memory is not here"));
-    auto whole = fsdp->full_parameters();
-    EXPECT(save() > 0);
-    EXPECT(net.first->weight.data_ptr<float>() != nullptr);
-    EXPECT(contains(EXPECT_THROWS(fsdp->full_parameters()), "a scope is open already"));
-    EXPECT_EQ(fsdp->restore().code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THROWS(loss_on(setup, rank, 0).backward());
-    EXPECT_OK(whole.close());
-    EXPECT_THROWS(net.first->weight.data_ptr<float>());
-    loss_on(setup, rank, 0).backward();
-    setup.optimizers[0]->step();
-  });
-}
-
-TEST_CASE("full_parameters: writes are dropped without write_back, and refused in another shape", "[tripwire]") {
-  run_ranks(2, [](int, Group group) {
-    Bag model({{"a", {5}}, {"b", {1}}});
-    SGD sgd(model.parameters(), 1);
-    auto fsdp = prepare(model, {&sgd}, group);
-    {
-      at::NoGradGuard no_grad;
-      auto whole = fsdp->full_parameters();
-      model["a"].fill_(3);
-    }
-    expect_same("a", *fsdp->full_parameter("a"), at::ones({5}));
-    {
-      at::NoGradGuard no_grad;
-      auto whole = fsdp->full_parameters(true);
-      model["a"].fill_(3);
-      model["b"].set_data(at::zeros({2}));
-      const absl::Status status = whole.close();
-      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-      EXPECT(contains(std::string(status.message()), "parameter 'b': was replaced by a Float tensor of shape [2] inside the scope; nothing was written back"));
-    }
-    expect_same("a", *fsdp->full_parameter("a"), at::ones({5}));
-    EXPECT_EQ(model["b"].numel(), 1);
-    {
-      at::NoGradGuard no_grad;
-      auto whole = fsdp->full_parameters(true);
-      model["a"].fill_(3);
-    }
-    expect_same("a", model["a"].detach().clone(), at::full({5}, 3.0f));
-  });
-}
-
-TEST_CASE("tripwire: shape changed in place is refused", "[tripwire]") {
-  run_ranks(2, [](int, Group group) {
-    Bag model({{"a", {5, 2}}});
-    SGD sgd(model.parameters(), 1);
-    auto fsdp = prepare(model, {&sgd}, group);
-    at::NoGradGuard no_grad;
-    EXPECT(contains(EXPECT_THROWS(model["a"].t_()), "parameter 'a': it would replace the memory or the shape of a sharded tensor"));
-    EXPECT(contains(EXPECT_THROWS(model["a"].set_(at::ones({3}))), "parameter 'a'"));
-    EXPECT_EQ(model["a"].sum().item<float>(), 10.0f);
-  });
-}
-
-TEST_CASE("tripwire: a hook that takes the place of ours is noticed at the next use", "[tripwire]") {
-  struct Nothing final : torch::autograd::PostAccumulateGradHook {
-    void operator()(const at::Tensor&) override {}
-  };
-  run_ranks(2, [](int, Group group) {
-    Bag model({{"a", {5}}});
-    SGD sgd(model.parameters(), 1);
-    auto fsdp = prepare(model, {&sgd}, group);
-    torch::autograd::impl::set_post_acc_grad_hooks(model["a"], std::make_unique<Nothing>());
-    EXPECT(contains(EXPECT_THROWS(model["a"].sum()), "parameter 'a': the post-accumulate hook that takes its gradient was replaced"));
-  });
-}
-
-TEST_CASE("divergence: ranks that use units in another order get a named error, never each other's values", "[tripwire]") {
-  const auto errors = run_ranks_errors(2, [](int rank, Group group) {
-    Bag model({{"a", {8}}, {"b", {8}}});
-    SGD sgd(model.parameters(), 1);
-    struct Two : torch::nn::Module {} two;
-    auto left = std::make_shared<Bag>(), right = std::make_shared<Bag>();
-    left->register_parameter("w", at::ones({8}));
-    right->register_parameter("w", at::full({8}, 2.0f));
-    two.register_module("left", left);
-    two.register_module("right", right);
-    FsdpOptions options;
-    options.unit_policy = UnitPolicy::by_module([](const std::string& name, const torch::nn::Module&) { return !name.empty(); });
-    auto fsdp = prepare(two, {}, group, options);
-    at::NoGradGuard no_grad;
-    (*(rank == 0 ? left : right))["w"].sum();
-  });
-  for (const std::string& error : errors) {
-    CHECK_THAT(error, Catch::Contains("left") && Catch::Contains("right"));
-  }
 }
 
 }  // namespace rebind::test
