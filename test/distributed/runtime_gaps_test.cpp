@@ -166,20 +166,37 @@ TEST_CASE("gaps: a unit's gradients are reduced as soon as the last one is there
     int64_t before = -1;
     setup.model->named_parameters()["first.weight"].register_hook(
         [&](const at::Tensor&) { before = (*fsdp)->stats().reduce_scatters; });
-    bool broken = true;
     for (int step = 0; step < 2; ++step) {
       auto [input, target] = rows(rank, step, at::kFloat);
-      const at::Tensor output = setup.forward(input);
-      if (broken) EXPECT_THROWS(Broken::apply(output).sum().backward());
-      if (broken)
-        EXPECT_THROWS((Broken::apply(setup.model->named_parameters()["first.weight"] * 1).sum() + output.sum()).backward());
-      broken = false;
+      // A backward that breaks off when `second` and half of `first` have arrived leaves no count behind.
+      const at::Tensor broken = Broken::apply(setup.model->named_parameters()["first.weight"] * 1).sum();
+      EXPECT_THROWS((broken + setup.forward(input).sum()).backward());
       setup.optimizers[0]->zero_grad();
       (*fsdp)->reset_stats();
       at::mse_loss(setup.forward(input), target).backward();
       EXPECT_EQ(before, int64_t{1});  // second's
       EXPECT_EQ((*fsdp)->stats().reduce_scatters, 3);
     }
+  });
+}
+
+TEST_CASE("gaps: a unit in which one rank alone has a gradient is reduced on all", "[gaps]") {
+  run_ranks(2, [](int rank, Group group) {
+    torch::nn::Module model;
+    auto left = std::make_shared<Bag>(), right = std::make_shared<Bag>();
+    left->register_parameter("w", at::ones({16}));
+    right->register_parameter("w", at::ones({16}));
+    right->register_parameter("idle", at::ones({16}));
+    model.register_module("left", left);
+    model.register_module("right", right);
+    FsdpOptions options;
+    options.unit_policy = UnitPolicy::by_module([](const std::string& name, const torch::nn::Module&) { return !name.empty(); });
+    auto fsdp = prepare_fsdp(model, Optimizers{}, group, options);
+    EXPECT_OK(fsdp);
+    const at::Tensor loss = (*left)["w"].sum(), more = ((*right)["w"] * 4).sum();
+    (rank == 0 ? loss : loss + more).backward();
+    expect_same("right.w", (*right)["w"].grad().clone(), at::full({16}, 2.0f));
+    EXPECT(!(*right)["idle"].grad().defined());
   });
 }
 
