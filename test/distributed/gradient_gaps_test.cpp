@@ -158,10 +158,7 @@ TEST_CASE("gaps: a window that was exchanged for anything is noticed at its next
       [](Sharded& s) { s["a"].set_data(s["a"].grad()); },
       [](Sharded& s) { s["a"].set_data(s["a"].detach().t()); },
       [](Sharded& s) { s["a"].set_data(s["a"].detach().view({16})); },
-      [](Sharded& s) {
-        s["a"].set_data(s["a"].detach().as_strided({4, 3}, {4, 1}, 1));
-      },
-      [](Sharded& s) { s["a"].set_data(s["a"].detach().view(at::kHalf)); },
+      [](Sharded& s) { s["a"].set_data(s["a"].detach().narrow(1, 0, 3)); },
   };
   const Exchange uses[] = {
       [](Sharded& s) { s.sgd->step(); },
@@ -204,6 +201,15 @@ TEST_CASE("gaps: moved data is noticed by any use of the model and by its gradie
     EXPECT_OK(Fsdp::of(*s.model));  // nothing but its hook tells
     EXPECT_THROWS((s["a"] * 2).sum().backward());
     EXPECT(!s["a"].grad().defined());  // the gradient of the data that was undone
+  });
+}
+
+TEST_CASE("gaps: a window whose elements were renamed to another dtype of their size is noticed", "[gaps][tripwire]") {
+  run_ranks(2, [](int, Group group) {
+    Sharded s = sharded(group, {{"a", {16}}}, at::kHalf);
+    s["a"].set_data(s["a"].detach().view(at::kBFloat16));
+    EXPECT(contains(EXPECT_THROWS(s["a"].sum()), "parameter 'a': its data was replaced behind the sharding"));
+    expect_same("a", s["a"].detach().clone(), at::ones({16}, at::kHalf));
   });
 }
 
