@@ -1,8 +1,8 @@
 // A user's program against the installed package: two ranks as threads train a small model sharded, and get the losses of one
 // process. It would fail if the static library lost the file that registers the touch fallback, for nothing would be gathered.
 #include <rebind/rebind.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <cmath>
 #include <cstdio>

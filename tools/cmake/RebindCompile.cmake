@@ -29,7 +29,9 @@ function(rebind_compile target)
     string(REPLACE ";" "," list "${REBIND_SANITIZE}")
     # vptr: LibTorch hides the type information it would compare.
     target_compile_options(${target} PRIVATE -fsanitize=${list} -fno-sanitize=vptr -fno-sanitize-recover=all
-                                             -fno-omit-frame-pointer)
+                                             -fno-omit-frame-pointer
+                                             # instrumented code confuses GCC's flow analysis, as its manual says
+                                             $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
     target_compile_definitions(${target} PRIVATE _GLIBCXX_ASSERTIONS)
     target_link_options(${target} PUBLIC -fsanitize=${list})
   endif()
