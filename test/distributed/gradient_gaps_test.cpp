@@ -138,6 +138,21 @@ TEST_CASE("gaps: zero_grad with handles kept drops what an exception left, too",
   }
 }
 
+TEST_CASE("gaps: what an exception left does not come back after zero_grad with another parameter's backward", "[gaps]") {
+  for (int world_size : {1, 2}) {
+    for (bool by_model : {false, true}) {
+      run_ranks(world_size, [&](int, Group group) {
+        Sharded s = sharded(group, {{"a", {16}}, {"b", {16}}});
+        give_and_break(s["a"], at::full({16}, 4.0f), s["b"]);
+        by_model ? s.model->zero_grad() : s.sgd->zero_grad();
+        give(s["b"], at::ones({16}));
+        EXPECT(!s["a"].grad().defined());
+        EXPECT(!s.shard().grad().defined());
+      });
+    }
+  }
+}
+
 TEST_CASE("gaps: zero_grad is noticed while somebody holds a weak reference to the memory", "[gaps]") {
   run_ranks(2, [](int, Group group) {
     Sharded s = sharded(group, {{"a", {16}}});

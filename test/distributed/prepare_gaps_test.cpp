@@ -4,6 +4,8 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <future>
+
 #include "lib/prepare/decision.h"
 #include "test/support/catch.h"
 #include "test/support/sharded_bag.h"
@@ -39,6 +41,16 @@ TEST_CASE("gaps: each round of each decision is decided anew", "[gaps]") {
     EXPECT_OK(decision);
     const absl::Status own = rank == 1 ? absl::AbortedError("rank 1 cannot") : absl::OkStatus();
     EXPECT_EQ(decision->agree(own).ToString(), std::string("ABORTED: rank 1 cannot"));
+  });
+}
+
+TEST_CASE("gaps: a process group without a backend for CPU tensors is refused on all ranks", "[gaps]") {
+  run_ranks(2, [](int rank, Group group) {
+    Bag model({{"a", {16}}});
+    auto empty = c10::make_intrusive<c10d::ProcessGroup>(group->getStore(), rank, 2);
+    EXPECT_EQ(prepare_fsdp(model, Optimizers{}, empty).status().ToString(),
+              std::string("UNIMPLEMENTED: prepare_fsdp, rank 0: the process group has no backend for CPU tensors. "
+                          "Make it with backend 'gloo'."));
   });
 }
 
@@ -104,6 +116,59 @@ TEST_CASE("gaps: state of a tensor that is in no group stays where it is", "[gap
   });
 }
 
+TEST_CASE("gaps: a state that is one number stays one number on every rank", "[gaps]") {
+  for (int world_size : {1, 2}) {
+    run_ranks(world_size, [](int, Group group) {
+      Bag model({{"a", {16}}});
+      SGD sgd(model.parameters(), SGDOptions(1).momentum(0.5));
+      auto state = std::make_unique<SGDParamState>();
+      state->momentum_buffer(at::scalar_tensor(5.0f));
+      sgd.state()[model["a"].unsafeGetTensorImpl()] = std::move(state);
+      auto fsdp = prepare(model, {&sgd}, group);
+      auto number = fsdp->full_state(sgd, "a", "momentum_buffer");
+      EXPECT_OK(number);
+      expect_same("momentum_buffer", *number, at::scalar_tensor(5.0f));
+      EXPECT_OK(fsdp->restore());
+      const auto& restored = static_cast<SGDParamState&>(*sgd.state().at(model["a"].unsafeGetTensorImpl()));
+      expect_same("momentum_buffer", restored.momentum_buffer(), at::scalar_tensor(5.0f));
+    });
+  }
+}
+
+TEST_CASE("gaps: ranks that use different shardings of one group never get each other's values", "[gaps]") {
+  const auto errors = run_ranks_errors(2, [](int rank, Group group) {
+    Bag left({{"w", {16}}}), right({{"w", {16}}});
+    FsdpOptions options;
+    options.collective_timeout = std::chrono::milliseconds(500);
+    auto left_fsdp = prepare_fsdp(left, Optimizers{}, group, options);
+    EXPECT_OK(left_fsdp);
+    auto right_fsdp = prepare_fsdp(right, Optimizers{}, group, options);
+    EXPECT_OK(right_fsdp);
+    EXPECT_THROWS((rank == 0 ? left : right)["w"].sum());
+  });
+  for (const std::string& error : errors) CHECK(error == "");
+}
+
+TEST_CASE("gaps: two shardings of one group, each trained by a thread of its own", "[gaps]") {
+  run_ranks(2, [](int rank, Group group) {
+    std::vector<Sharded> both;
+    both.push_back(sharded(group, {{"a", {16}}}));
+    both.push_back(sharded(group, {{"a", {16}}}));
+    std::vector<std::future<void>> threads;
+    for (int k : {0, 1}) {
+      threads.push_back(std::async(std::launch::async, [&both, rank, k] {
+        for (int step = 0; step < 5; ++step) {
+          give(both[k]["a"], at::full({16}, (rank + 1.0f) * (k + 1)));
+          both[k].sgd->step();
+          both[k].sgd->zero_grad();
+        }
+        expect_same("a", both[k]["a"].detach().clone(), at::full({16}, 1 - 5 * 1.5f * (k + 1)));
+      }));
+    }
+    for (auto& thread : threads) thread.get();
+  });
+}
+
 TEST_CASE("gaps: buffers that are equal are not written, others become rank 0's whatever they are made of", "[gaps]") {
   run_ranks(2, [](int rank, Group group) {
     Bag model({{"a", {5}}});
@@ -144,6 +209,7 @@ TEST_CASE("gaps: after restore every call says so, and nothing of the sharding s
       for (const auto& status : {fsdp->full_parameter("a").status(), fsdp->full_gradient("a").status(),
                                  fsdp->full_state(adam, "a", "exp_avg").status(), fsdp->restore()}) {
         EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+        EXPECT(contains(std::string(status.message()), "restored"));
       }
       EXPECT(contains(EXPECT_THROWS(fsdp->clip_grad_norm(1)), "the model was restored"));
       EXPECT(contains(EXPECT_THROWS((void)fsdp->full_parameters()), "the model was restored"));
