@@ -75,26 +75,29 @@ class Synchronizer {
   std::vector<uint64_t> hashes_;
 };
 
+// This rank's part of a whole tensor in the parameter's order of memory.
 at::Tensor cut(const at::Tensor& whole, const Parameter& parameter) {
-  return whole.view({-1}).narrow(0, parameter.shard_interval.begin, parameter.shard_interval.numel()).clone();
+  return whole.narrow(0, parameter.shard_interval.begin, parameter.shard_interval.numel()).clone();
 }
 
 absl::Status stage_parameter(const plan::CensusParameter& from, Parameter& parameter, Synchronizer& sync, Sharding& sharding,
                              StagedParameter& staged) {
   staged.original = from.tensor;
-  auto values = sync(from.tensor, absl::StrCat("parameter '", parameter.name, "'"));
+  auto values = sync(parameter.in_memory_order(from.tensor), absl::StrCat("parameter '", parameter.name, "'"));
   if (!values.ok()) return values.status();
   const int64_t numel = parameter.shard_interval.numel();
   if (numel > 0) {
     parameter.unit->flat_shard.narrow(0, parameter.shard_offset, numel)
-        .copy_(values->view({-1}).narrow(0, parameter.shard_interval.begin, numel));
+        .copy_(values->narrow(0, parameter.shard_interval.begin, numel));
   }
   parameter.window = c10::weak_intrusive_ptr<c10::TensorImpl>(from.tensor.getIntrusivePtr());
   staged.window = sharding.make_window(parameter);
-  staged.hook = std::make_unique<runtime::GradientHook>(sharding.shared_from_this(), parameter);
+  if (at::isFloatingType(parameter.dtype)) {  // others never have a gradient
+    staged.hook = std::make_unique<runtime::GradientHook>(sharding.shared_from_this(), parameter);
+  }
   parameter.shard = sharding.make_shard(parameter);
   if (from.tensor.grad().defined()) {
-    auto gradient = sync(from.tensor.grad(), absl::StrCat("gradient of parameter '", parameter.name, "'"));
+    auto gradient = sync(parameter.in_memory_order(from.tensor.grad()), absl::StrCat("gradient of parameter '", parameter.name, "'"));
     if (!gradient.ok()) return gradient.status();
     staged.facade = sharding.make_gradient_handles(parameter, cut(*gradient, parameter));
   }
@@ -124,10 +127,11 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
     carried.insert(state->first);
     optim::StateParts parts = adapter.take_apart(*state->second);
     for (auto& [key, tensor] : parts.tensors) {
-      auto whole = sync(tensor, absl::StrCat("state '", key, "' of parameter '", parameter.name, "' in optimizers[", index, "]"));
+      const bool is_one_number = tensor.dim() == 0 && !parameter.sizes.empty();
+      auto whole = sync(is_one_number ? tensor : parameter.in_memory_order(tensor), absl::StrCat("state '", key, "' of parameter '", parameter.name, "' in optimizers[", index, "]"));
       if (!whole.ok()) return whole.status();
       // One number for the whole parameter stays; of a parameter without dimensions it is its only element.
-      tensor = tensor.dim() == 0 && !parameter.sizes.empty() ? whole->clone() : cut(*whole, parameter);
+      tensor = is_one_number ? whole->clone() : cut(*whole, parameter);
     }
     staged.state[parameter.shard.unsafeGetTensorImpl()] = adapter.put_together(parts);
   }
@@ -220,7 +224,7 @@ void commit(Staged& staged) noexcept {
     StagedParameter& parameter = staged.parameters[i];
     parameter.original.set_data(parameter.window);
     parameter.original.mutable_grad() = std::move(parameter.facade);
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter.original, std::move(parameter.hook));
+    if (parameter.hook != nullptr) torch::autograd::impl::set_post_acc_grad_hooks(parameter.original, std::move(parameter.hook));
   }
   for (StagedOptimizer& optimizer : staged.optimizers) commit_optimizer(optimizer);
   for (StagedBuffer& buffer : staged.buffers) {

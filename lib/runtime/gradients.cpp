@@ -135,7 +135,7 @@ void Sharding::reduce(Unit& unit) {
   if (world_size() == 1) {
     for (Parameter* parameter : unit.parameters) {
       if (!parameter->pending.defined()) continue;
-      at::Tensor piece = std::exchange(parameter->pending, at::Tensor()).contiguous().view({-1});
+      at::Tensor piece = parameter->in_memory_order(std::exchange(parameter->pending, at::Tensor()));
       if (divide_factor != 1) piece = piece.div(divide_factor);
       attach_gradient(*parameter, piece);
     }
@@ -147,7 +147,7 @@ void Sharding::reduce(Unit& unit) {
   at::Tensor flat = at::zeros({unit.padded_numel}, at::TensorOptions().dtype(dtype));
   for (const Parameter* parameter : unit.parameters) {
     if (!parameter->pending.defined() || parameter->numel == 0) continue;
-    flat.narrow(0, parameter->offset, parameter->numel).copy_(parameter->pending.contiguous().view({-1}));
+    flat.as_strided(parameter->sizes, parameter->strides, parameter->offset).copy_(parameter->pending);
   }
   at::Tensor sum = at::empty({unit.shard_numel}, flat.options());
   auto present = communicator->reduce_scatter(

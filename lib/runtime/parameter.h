@@ -25,8 +25,9 @@ struct Unit;
 struct Parameter {
   int index = 0;  // in FsdpPlan::parameters
   std::string name;
-  std::vector<int64_t> sizes, strides;
+  std::vector<int64_t> sizes, strides;  // dense and non-overlapping; its elements are numbered in the order of memory
   at::ScalarType dtype = at::kFloat;
+  bool requires_grad = true;  // at prepare
   int64_t item_bytes = 4;
   int64_t numel = 0;
   Interval shard_interval;     // this rank's part, in the parameter's elements
@@ -51,6 +52,8 @@ struct Parameter {
     return impl ? at::Tensor(std::move(impl)) : at::Tensor();
   }
   int64_t nbytes() const { return numel * item_bytes; }
+  // `whole`, which has the parameter's sizes, as 1-D in the parameter's own order of memory. A view where it lies so already.
+  at::Tensor in_memory_order(const at::Tensor& whole) const;
 };
 
 // Whether `gradient` is the handle that we put on the window, now or through a detached alias.

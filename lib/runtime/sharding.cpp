@@ -12,7 +12,12 @@
 namespace rebind::runtime {
 namespace {
 std::atomic<bool> strict{false};
+
+std::string name_of(const UnitPlan& unit, const BufferPlan& buffer) {
+  if (unit.buffers.size() == 1) return unit.name;
+  return absl::StrCat(unit.name, " (", buffer.requires_grad ? "" : "frozen ", c10::toString(buffer.dtype), ")");
 }
+}  // namespace
 
 void set_strict_for_tests(bool value) { strict = value; }
 bool strict_for_tests() { return strict.load(std::memory_order_relaxed); }
@@ -44,34 +49,43 @@ Sharding::Sharding(const FsdpPlan& plan_value, const FsdpOptions& options, const
     parameter->numel = from.numel();
     parameter->shard_interval = from.shard;
     parameter->offset = from.offset;
+    parameter->requires_grad = from.requires_grad;
     parameter->holders = from.holders;
     parameters.push_back(std::move(parameter));
   }
-  for (size_t u = 0; u < plan.units.size(); ++u) {
-    // A plan has one buffer a unit today (it refuses several dtypes and frozen parameters).
-    const BufferPlan& buffer = plan.units[u].buffers.front();
-    auto unit = std::make_unique<Unit>();
-    unit->index = static_cast<int>(u);
-    unit->name = plan.units[u].name;
-    unit->dtype = buffer.dtype;
-    unit->item_bytes = static_cast<int64_t>(c10::elementSize(buffer.dtype));
-    unit->shard_numel = buffer.shard_numel;
-    unit->padded_numel = buffer.padded_numel;
-    for (int index : buffer.parameters) {
-      Parameter& parameter = *parameters[index];
-      parameter.unit = unit.get();
-      parameter.slot_in_unit = static_cast<int>(unit->parameters.size());
-      // 0 for a parameter that has nothing here: any valid place will do.
-      parameter.shard_offset = parameter.shard_interval.numel() == 0
-                                   ? 0
-                                   : parameter.offset + parameter.shard_interval.begin - plan.rank * unit->shard_numel;
-      unit->parameters.push_back(&parameter);
-    }
-    unit->values.stale.assign(unit->parameters.size(), false);
-    unit->gradients.stale.assign(unit->parameters.size(), false);
-    unit->flat_shard = at::zeros({unit->shard_numel}, at::TensorOptions().dtype(unit->dtype));
-    units.push_back(std::move(unit));
+  for (const UnitPlan& from : plan.units) {
+    for (const BufferPlan& buffer : from.buffers) add_unit(buffer, name_of(from, buffer));
   }
+}
+
+void Sharding::add_unit(const BufferPlan& buffer, std::string name) {
+  auto unit = std::make_unique<Unit>();
+  unit->index = static_cast<int>(units.size());
+  unit->name = std::move(name);
+  unit->dtype = buffer.dtype;
+  unit->item_bytes = static_cast<int64_t>(c10::elementSize(buffer.dtype));
+  unit->shard_numel = buffer.shard_numel;
+  unit->padded_numel = buffer.padded_numel;
+  for (int index : buffer.parameters) {
+    Parameter& parameter = *parameters[index];
+    parameter.unit = unit.get();
+    parameter.slot_in_unit = static_cast<int>(unit->parameters.size());
+    // 0 for a parameter that has nothing here: any valid place will do.
+    parameter.shard_offset = parameter.shard_interval.numel() == 0
+                                 ? 0
+                                 : parameter.offset + parameter.shard_interval.begin - plan.rank * unit->shard_numel;
+    unit->parameters.push_back(&parameter);
+  }
+  unit->values.stale.assign(unit->parameters.size(), false);
+  unit->gradients.stale.assign(unit->parameters.size(), false);
+  unit->flat_shard = at::zeros({unit->shard_numel}, at::TensorOptions().dtype(unit->dtype));
+  units.push_back(std::move(unit));
+}
+
+at::Tensor Parameter::in_memory_order(const at::Tensor& whole) const {
+  at::Tensor dense = whole.detach().resolve_conj().resolve_neg();
+  if (dense.strides() != at::IntArrayRef(strides)) dense = at::empty_strided(sizes, strides, whole.options()).copy_(dense);
+  return dense.as_strided({numel}, {1});
 }
 
 std::shared_ptr<Sharding> Sharding::of(const at::Tensor& tensor) {

@@ -118,6 +118,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
  private:
   Sharding(const FsdpPlan& plan, const FsdpOptions& options, const Optimizers& optimizers,
            std::unique_ptr<comm::Communicator> communicator, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  void add_unit(const BufferPlan& buffer, std::string name);
   void ensure(Parameter& parameter, Space& space, bool gradients);
   // `service`: for a call of the program's, not for an operator (RuntimeStats).
   void gather(Unit& unit, Space& space, bool gradients, bool service);

@@ -191,7 +191,7 @@ bool answer_norm(const c10::OperatorHandle& op, const OperatorInfo& info, c10::D
   {
     std::lock_guard lock(sharding.mutex);
     sharding.pin_gradients(parameter);
-    arguments[0] = at::from_blob(sharding.gradients_of(parameter), parameter.sizes, part.tensor.options());
+    arguments[0] = at::from_blob(sharding.gradients_of(parameter), parameter.sizes, parameter.strides, part.tensor.options());
   }
   struct Unpin {
     Sharding& sharding;

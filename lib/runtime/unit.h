@@ -1,4 +1,7 @@
-// What is gathered together: the parameters of one unit, their flat shard, and the gathered copies while there are any.
+// What is gathered together: the parameters of one flat buffer, their flat shard, and the gathered copies while there are any.
+//
+// A unit of the plan has a buffer for each (dtype, requires_grad); here each buffer is a Unit of its own, so that an operator that
+// needs one dtype does not gather the others.
 //
 // A Space is one gathered copy of the unit's flat buffer: of the parameters, or of the gradients. It is filled by one
 // all-gather, used while pinned, and dropped whole. The shards are the truth; an element of a Space that may differ from them
@@ -22,8 +25,8 @@ struct Space {
 };
 
 struct Unit {
-  int index = 0;
-  std::string name;
+  int index = 0;     // in Sharding::units
+  std::string name;  // the plan's unit, and the buffer if there are several: "head", "head (frozen int64)"
   at::ScalarType dtype = at::kFloat;
   int64_t item_bytes = 4;
   int64_t shard_numel = 0;

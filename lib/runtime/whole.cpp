@@ -128,7 +128,7 @@ absl::Status FullParameters::close() {
     if (!window.defined()) continue;
     if (state->write_back && status.ok()) {
       const Interval part = parameter->shard_interval;
-      shard_values(*parameter).copy_(window.detach().contiguous().view({-1}).narrow(0, part.begin, part.numel()));
+      shard_values(*parameter).copy_(parameter->in_memory_order(window).narrow(0, part.begin, part.numel()));
     }
     window.set_data(sharding.make_window(*parameter));
   }

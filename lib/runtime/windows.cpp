@@ -48,7 +48,7 @@ at::Tensor Sharding::make_shard(Parameter& parameter) {
       c10::make_intrusive<KeyedStorage>(Role::kShard, parameter, shared_from_this(), numel * parameter.item_bytes, "");
   hold_shard_memory(*storage, parameter, parameter.unit->flat_shard);
   at::Tensor shard = make_keyed_tensor(std::move(storage), parameter.dtype, {numel}, {1});
-  shard.set_requires_grad(true);
+  shard.set_requires_grad(parameter.requires_grad);
   return shard;
 }
 
