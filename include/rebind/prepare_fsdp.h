@@ -11,6 +11,7 @@
 #include <absl/status/statusor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "rebind/fsdp.h"
@@ -33,13 +34,29 @@ absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule
                                                    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                                    const FsdpOptions& options = {});
 
-// For a shared_ptr or a ModuleHolder (model made by TORCH_MODULE), and for a single optimizer.
+namespace detail {
+// Null if there is no module: an empty ModuleHolder throws when it is asked, on that rank alone.
+template <class Model>
+torch::nn::Module* module_in(Model& model) {
+  if constexpr (requires { model.is_empty(); }) {
+    if (model.is_empty()) return nullptr;
+  }
+  if constexpr (requires { model.get(); }) {
+    return model.get();
+  } else {
+    return model.operator->();
+  }
+}
+}  // namespace detail
+
+// For a shared_ptr or a ModuleHolder (model made by TORCH_MODULE), and for a single optimizer. An empty one is InvalidArgument, on
+// all ranks.
 template <class Model>
   requires requires(Model& model) { *model.operator->(); }
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(Model& model, const Optimizers& optimizers,
                                                    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                                    const FsdpOptions& options = {}) {
-  return prepare_fsdp(static_cast<torch::nn::Module&>(*model.operator->()), optimizers, std::move(process_group), options);
+  return prepare_fsdp(std::vector<NamedModule>{{"", detail::module_in(model)}}, optimizers, std::move(process_group), options);
 }
 template <class Model>
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(Model& model, torch::optim::Optimizer& optimizer,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "rebind/fsdp.h"
+#include "rebind/launch.h"
 #include "rebind/options.h"
 #include "rebind/plan.h"
 #include "rebind/prepare_fsdp.h"

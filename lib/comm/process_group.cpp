@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "lib/base/error.h"
+#include "lib/comm/error_file.h"
 #include "lib/comm/gloo_backend.h"
 #include "lib/comm/launch_environment.h"
 #include "lib/comm/master_store.h"
 #include "lib/comm/nccl_backend.h"
+#include "lib/comm/parent_death.h"
 #include "lib/comm/solo_backend.h"
 
 namespace rebind {
@@ -111,6 +113,21 @@ absl::StatusOr<Group> connect(const c10::intrusive_ptr<c10d::Store>& store, int 
   }
 }
 
+absl::StatusOr<Group> join(const ProcessGroupOptions& options) {
+  const auto launch = comm::read_launch_environment([](const char* name) { return std::getenv(name); });
+  if (!launch.ok()) return launch.status();
+  const Where where{.call = "init_process_group", .rank = launch->rank};
+  if (absl::Status status = check(options, launch->rank, launch->world_size, where); !status.ok()) return status;
+  if (launch->world_size == 1) return solo_group(nullptr);
+  if (options.end_with_launcher && !launch->launcher.empty()) {
+    if (absl::Status status = comm::end_with_parent(where); !status.ok()) return status;
+  }
+  auto store = comm::connect_master_store(*launch, options.timeout);
+  if (!store.ok()) return store.status();
+  return connect(*store, launch->rank, launch->world_size, options,
+                 launch->all_local ? comm::Reach::kThisHost : comm::Reach::kAnyHost, where);
+}
+
 }  // namespace
 
 absl::StatusOr<Group> make_process_group(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
@@ -128,16 +145,6 @@ absl::StatusOr<Group> make_process_group(c10::intrusive_ptr<c10d::Store> store, 
   return connect(store, rank, world_size, options, here ? comm::Reach::kThisHost : comm::Reach::kAnyHost, where);
 }
 
-absl::StatusOr<Group> init_process_group(const ProcessGroupOptions& options) {
-  const auto launch = comm::read_launch_environment([](const char* name) { return std::getenv(name); });
-  if (!launch.ok()) return launch.status();
-  const Where where{.call = "init_process_group", .rank = launch->rank};
-  if (absl::Status status = check(options, launch->rank, launch->world_size, where); !status.ok()) return status;
-  if (launch->world_size == 1) return solo_group(nullptr);
-  auto store = comm::connect_master_store(*launch, options.timeout);
-  if (!store.ok()) return store.status();
-  return connect(*store, launch->rank, launch->world_size, options,
-                 launch->all_local ? comm::Reach::kThisHost : comm::Reach::kAnyHost, where);
-}
+absl::StatusOr<Group> init_process_group(const ProcessGroupOptions& options) { return comm::told_to_launcher(join(options)); }
 
 }  // namespace rebind

@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "lib/base/error.h"
+#include "lib/comm/error_file.h"
 #include "lib/plan/census.h"
 #include "lib/prepare/decision.h"
 #include "lib/prepare/stage.h"
@@ -37,10 +38,8 @@ absl::Status guarded(const Where& where, Body body) {
   }
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule>& models, const Optimizers& optimizers,
-                                                   c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
+absl::StatusOr<std::unique_ptr<Fsdp>> transaction(const std::vector<NamedModule>& models, const Optimizers& optimizers,
+                                                  c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
   if (group == nullptr) {
     return error(absl::StatusCode::kInvalidArgument, {.call = "prepare_fsdp"}, "the process group is null",
                  "Make one with rebind::init_process_group()");
@@ -78,6 +77,13 @@ absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule
 
   prepare::commit(staged);
   return std::make_unique<Fsdp>(std::move(staged.sharding));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule>& models, const Optimizers& optimizers,
+                                                   c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
+  return comm::told_to_launcher(transaction(models, optimizers, std::move(group), options));
 }
 
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(torch::nn::Module& model, const Optimizers& optimizers,

@@ -29,7 +29,7 @@ bool of_a_launcher(const std::string& name) {
   for (const char* exact : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     if (name == exact) return true;
   }
-  for (const char* beginning : {"LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_"}) {
+  for (const char* beginning : {"LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_", "PMIX_", "SLURM_", "PMI_", "MPI_LOCAL"}) {
     if (name.rfind(beginning, 0) == 0) return true;
   }
   return false;

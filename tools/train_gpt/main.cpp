@@ -7,15 +7,12 @@
 #include <absl/strings/str_cat.h>
 #include <c10/util/Exception.h>
 
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <fstream>
 #include <iostream>
-#include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string>
 
+#include "rebind/launch.h"
 #include "rebind/process_group.h"
 #include "tools/train_gpt/options.h"
 #include "tools/train_gpt/text.h"
@@ -26,12 +23,7 @@ namespace {
 
 int fail(int code, const std::string& text) {
   std::cerr << "train_gpt: " << text << std::endl;
-  // torchrun prints what it finds there as the root cause.
-  if (const char* file = std::getenv("TORCHELASTIC_ERROR_FILE")) {
-    const auto now = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
-    const nlohmann::json extra{{"py_callstack", text}, {"timestamp", std::to_string(now.count())}};
-    std::ofstream(file) << nlohmann::json{{"message", {{"message", text}, {"extraInfo", extra}}}};
-  }
+  rebind::write_error_file(std::runtime_error(text));
   return code;
 }
 
