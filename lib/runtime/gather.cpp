@@ -1,5 +1,7 @@
-// Presence: one all-gather fills a unit's Space, the next one's need frees it.
+// Presence: one all-gather fills a unit's Space, ahead of its use where the schedule knows it; what is needed last makes room.
 #include <absl/strings/str_cat.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,6 +16,8 @@ enum class What : uint32_t { kValues = 0, kGradients = 1, kPiece = 2 };
 
 // The unit's number and what of it is gathered: part of the identity that ranks compare.
 uint32_t identity_of(int unit, What what) { return static_cast<uint32_t>(unit) * 4 + static_cast<uint32_t>(what); }
+
+int64_t gathered_bytes(const Unit& unit) { return unit.padded_numel * unit.item_bytes; }
 
 char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
@@ -45,23 +49,81 @@ void Sharding::unpin(Space& space) {
 
 void Sharding::ensure(Parameter& parameter, Space& space, bool gradients) {
   if (world_size() == 1) return;  // the shard is the whole
-  if (space.memory.defined() && !space.stale[parameter.slot_in_unit]) return;
-  gather(*parameter.unit, space, gradients, /*service=*/gradients);
+  Unit& unit = *parameter.unit;
+  const bool is_here = space.memory && !space.stale[parameter.slot_in_unit];
+  if (gradients) {
+    if (!is_here) gather(unit, space, gradients, /*service=*/true);
+    return;
+  }
+  note_use(unit);
+  if (!is_here) {
+    claim(unit, space);
+    post_gather(unit, space, gradients, /*service=*/false);
+  } else if (space.prefetched) {
+    ++counts.prefetch_hits;
+  }
+  space.prefetched = false;
+  prefetch();
+  await_gather(space);
 }
 
-void Sharding::gather(Unit& unit, Space& space, bool gradients, bool service) {
-  // One Space at a time (I3): what no operator is using makes room first.
-  for (auto& other : units) {
-    for (Space* candidate : {&other->values, &other->gradients}) {
-      if (candidate != &space && candidate->pins == 0) drop(*candidate);
+// Evaluation has an order of its own, and none that ends: it is served on demand and leaves the record alone.
+void Sharding::note_use(Unit& unit) {
+  unit.values.last_use = ++uses_;
+  if (!c10::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() == -1) return schedule_.lose_place();
+  if (!schedule_.use(unit.index) || !schedule_.knows_place()) return;
+  for (auto& other : units) {  // what has had its last use
+    Space& space = other->values;
+    if (space.memory && space.pins == 0 && other.get() != &unit && schedule_.distance(other->index) == Schedule::kNever) drop(space);
+  }
+}
+
+Arena::Block Sharding::make_room(int64_t bytes, int64_t next_use) {
+  const auto key = [&](const Unit& unit, const Space& space) {
+    const int64_t distance = &space == &unit.gradients ? Schedule::kNever : schedule_.distance(unit.index);
+    return std::pair(distance, ~space.last_use);  // the farther away the better; if that is unknown, the longest unused
+  };
+  while (true) {
+    if (Arena::Block block = gathered.allocate(bytes)) return block;
+    Space* victim = nullptr;
+    std::pair<int64_t, uint64_t> best;
+    for (auto& unit : units) {
+      for (Space* space : {&unit->values, &unit->gradients}) {
+        if (!space->memory || space->pins > 0) continue;
+        const auto candidate = key(*unit, *space);
+        if (candidate.first <= next_use || (victim != nullptr && candidate <= best)) continue;
+        victim = space;
+        best = candidate;
+      }
     }
+    if (victim == nullptr) return {};
+    drop(*victim);
   }
+}
+
+void Sharding::prefetch() {
+  for (const int index : schedule_.upcoming(prefetch_units_)) {
+    Unit& unit = *units[index];
+    if (unit.values.memory) continue;
+    unit.values.memory = make_room(gathered_bytes(unit), schedule_.distance(index));
+    if (!unit.values.memory) return;
+    set_live_bytes(unit.values.memory.bytes());
+    post_gather(unit, unit.values, /*gradients=*/false, /*service=*/false);
+    unit.values.prefetched = true;
+  }
+}
+
+void Sharding::claim(Unit& unit, Space& space) {
+  await_gather(space);
+  if (space.memory) return;
+  space.memory = make_room(gathered_bytes(unit), /*next_use=*/-1);
+  if (!space.memory) space.memory = Arena::outside(gathered_bytes(unit));
+  set_live_bytes(space.memory.bytes());
+}
+
+void Sharding::post_gather(Unit& unit, Space& space, bool gradients, bool service) {
   const int64_t part_bytes = unit.shard_numel * unit.item_bytes;
-  if (!space.memory.defined()) {
-    space.memory = at::empty({world_size() * part_bytes}, at::TensorOptions().dtype(at::kByte));
-    set_live_bytes(space.memory.numel());
-  }
-  char* own = bytes_of(space.memory) + rank() * part_bytes;
+  char* own = space.memory.data() + rank() * part_bytes;
   if (gradients) {
     if (part_bytes > 0) std::memset(own, 0, part_bytes);
     for (Parameter* parameter : unit.parameters) {
@@ -72,24 +134,39 @@ void Sharding::gather(Unit& unit, Space& space, bool gradients, bool service) {
   } else if (part_bytes > 0) {
     std::memcpy(own, unit.flat_shard.data_ptr(), part_bytes);
   }
-  const comm::Identity identity{
-      .kind = comm::Kind::kAllGather,
-      .unit = identity_of(unit.index, gradients ? What::kGradients : What::kValues),
-      .epoch = epoch_,
-      .name = absl::StrCat(gradients ? "gradients of unit '" : "unit '", unit.name, "'")};
-  if (absl::Status status = communicator->all_gather(identity, bytes_of(space.memory), part_bytes); !status.ok()) {
-    drop(space);
-    throw c10::Error(std::string(status.message()), /*backtrace=*/nullptr);
-  }
+  space.gather = communicator->post_all_gather(
+      {.kind = comm::Kind::kAllGather,
+       .unit = identity_of(unit.index, gradients ? What::kGradients : What::kValues),
+       .epoch = epoch_,
+       .name = absl::StrCat(gradients ? "gradients of unit '" : "unit '", unit.name, "'")},
+      space.memory.data(), part_bytes);
   std::fill(space.stale.begin(), space.stale.end(), false);
   ++(service ? counts.service_gathers : counts.all_gathers);
-  counts.gathered_bytes += space.memory.numel();
+  counts.gathered_bytes += space.memory.bytes();
+}
+
+void Sharding::gather(Unit& unit, Space& space, bool gradients, bool service) {
+  space.last_use = ++uses_;
+  claim(unit, space);
+  post_gather(unit, space, gradients, service);
+  await_gather(space);
+}
+
+void Sharding::await_gather(Space& space) {
+  if (!space.gather.valid()) return;
+  const absl::Status status = communicator->wait(std::exchange(space.gather, {}));
+  if (status.ok()) return;
+  drop(space);
+  throw c10::Error(std::string(status.message()), /*backtrace=*/nullptr);
 }
 
 void Sharding::drop(Space& space) {
-  if (!space.memory.defined()) return;
-  set_live_bytes(-space.memory.numel());
+  if (!space.memory) return;
+  // A gather that nobody needs any more still writes; if it failed, everything later fails with its error.
+  communicator->wait(std::exchange(space.gather, {})).IgnoreError();
+  set_live_bytes(-space.memory.bytes());
   space.memory.reset();
+  space.prefetched = false;
 }
 
 void Sharding::drop_unpinned() {
@@ -102,12 +179,11 @@ void Sharding::drop_unpinned() {
 
 void* Sharding::values_of(Parameter& parameter) {
   const Unit& unit = *parameter.unit;
-  const at::Tensor& memory = world_size() == 1 ? unit.flat_shard : unit.values.memory;
-  return bytes_of(memory) + parameter.offset * unit.item_bytes;
+  return (world_size() == 1 ? bytes_of(unit.flat_shard) : unit.values.memory.data()) + parameter.offset * unit.item_bytes;
 }
 
 void* Sharding::gradients_of(Parameter& parameter) {
-  if (world_size() > 1) return bytes_of(parameter.unit->gradients.memory) + parameter.offset * parameter.item_bytes;
+  if (world_size() > 1) return parameter.unit->gradients.memory.data() + parameter.offset * parameter.item_bytes;
   return parameter.shard_gradient->mutable_data();
 }
 

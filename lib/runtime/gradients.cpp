@@ -13,9 +13,6 @@
 namespace rebind::runtime {
 namespace {
 
-// Half precision is summed in fp32: W roundings to 8 bits of mantissa would be visible.
-at::ScalarType reduce_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
-
 constexpr int kWordBits = 64;
 int words_for(size_t bits) { return static_cast<int>((bits + kWordBits - 1) / kWordBits); }
 void set_bit(std::vector<uint64_t>& words, size_t bit) { words[bit / kWordBits] |= uint64_t{1} << (bit % kWordBits); }
@@ -24,6 +21,24 @@ bool any_rank_has(const std::vector<std::vector<uint64_t>>& words, size_t bit) {
     if ((of_rank[bit / kWordBits] >> (bit % kWordBits)) & 1) return true;
   }
   return false;
+}
+
+// This rank's pending gradients as one flat buffer of `dtype`; zeros where there is none, in gaps and in the tail.
+void pack(Unit& unit, at::ScalarType dtype, char* memory) {
+  const auto item_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  const at::Tensor flat = at::from_blob(memory, {unit.padded_numel}, at::TensorOptions().dtype(dtype));
+  int64_t end = 0;  // of what is written
+  const auto zero_until = [&](int64_t begin) {
+    if (begin > end) std::memset(memory + end * item_bytes, 0, (begin - end) * item_bytes);
+  };
+  for (Parameter* parameter : unit.parameters) {
+    if (!parameter->pending.defined() || parameter->numel == 0) continue;
+    zero_until(parameter->offset);
+    flat.as_strided(parameter->sizes, parameter->strides, parameter->offset).copy_(parameter->pending);
+    parameter->pending.reset();
+    end = parameter->offset + parameter->numel;
+  }
+  zero_until(unit.padded_numel);
 }
 
 }  // namespace
@@ -61,6 +76,7 @@ void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
     // Another backward than the one whose arrivals were counted: that one was interrupted, or this one runs inside it.
     graph_task_ = task;
     for (auto& unit : units) {
+      finish_reduction(*unit);
       unit->arrived = 0;
       for (Parameter* other : unit->parameters) other->arrived = false;
     }
@@ -119,19 +135,19 @@ void Sharding::finish_backward() {
   }
   for (auto& unit : units) {
     if (any_rank_has(all, unit->index)) reduce(*unit);
+  }
+  for (auto& unit : units) {
+    finish_reduction(*unit);
     unit->arrived = 0;
     for (Parameter* parameter : unit->parameters) parameter->arrived = false;
   }
   ++epoch_;
+  schedule_.close();
   drop_unpinned();
 }
 
 void Sharding::reduce(Unit& unit) {
   at::NoGradGuard no_grad;
-  std::vector<uint64_t> words(words_for(unit.parameters.size()));
-  for (const Parameter* parameter : unit.parameters) {
-    if (parameter->pending.defined()) set_bit(words, parameter->slot_in_unit);
-  }
   if (world_size() == 1) {
     for (Parameter* parameter : unit.parameters) {
       if (!parameter->pending.defined()) continue;
@@ -141,28 +157,45 @@ void Sharding::reduce(Unit& unit) {
     }
     return;
   }
-
-  const at::ScalarType dtype = reduce_dtype(unit.dtype);
-  // Zeros: gaps, tail and what this rank has no gradient for.
-  at::Tensor flat = at::zeros({unit.padded_numel}, at::TensorOptions().dtype(dtype));
+  finish_reduction(unit);
+  std::vector<uint64_t> words(words_for(unit.parameters.size()));
   for (const Parameter* parameter : unit.parameters) {
-    if (!parameter->pending.defined() || parameter->numel == 0) continue;
-    flat.as_strided(parameter->sizes, parameter->strides, parameter->offset).copy_(parameter->pending);
+    if (parameter->pending.defined()) set_bit(words, parameter->slot_in_unit);
   }
-  at::Tensor sum = at::empty({unit.shard_numel}, flat.options());
-  auto present = communicator->reduce_scatter(
+  const at::ScalarType dtype = reduce_dtype(unit.dtype);
+  const int64_t bytes = unit.padded_numel * static_cast<int64_t>(c10::elementSize(dtype));
+  Arena::Block flat = reducing.allocate(bytes);
+  while (!flat && !reductions_.empty()) {
+    finish_reduction(*reductions_.front());
+    flat = reducing.allocate(bytes);
+  }
+  if (!flat) flat = Arena::outside(bytes);
+  pack(unit, dtype, flat.data());
+  const at::TensorOptions options = at::TensorOptions().dtype(dtype);
+  if (!unit.gradient_memory.defined() || unit.gradient_memory.storage().use_count() > 1) {
+    unit.gradient_memory = at::empty({unit.shard_numel}, options);
+  }
+  unit.reduction = Reduction{.flat = std::move(flat), .mean = unit.gradient_memory.view({-1}), .scatter = {}};
+  unit.reduction->scatter = communicator->post_reduce_scatter(
       {.kind = comm::Kind::kReduceScatter, .unit = static_cast<uint32_t>(unit.index), .epoch = epoch_,
        .name = absl::StrCat("gradients of unit '", unit.name, "'")},
-      flat.data_ptr(), sum.data_ptr(), unit.shard_numel, dtype, words);
-  if (!present.ok()) throw c10::Error(std::string(present.status().message()), nullptr);
+      unit.reduction->flat.data(), unit.reduction->mean.data_ptr(), unit.shard_numel, dtype, std::move(words), divide_factor);
+  reductions_.push_back(&unit);
   ++counts.reduce_scatters;
-  counts.reduced_bytes += static_cast<int64_t>(flat.nbytes());
+  counts.reduced_bytes += bytes;
+}
 
-  sum.div_(divide_factor);
-  const at::Tensor mean = sum.to(unit.dtype);
+void Sharding::finish_reduction(Unit& unit) {
+  if (!unit.reduction) return;
+  at::NoGradGuard no_grad;
+  std::erase(reductions_, &unit);
+  const absl::Status status = communicator->wait(unit.reduction->scatter);
+  const Reduction reduction = *std::exchange(unit.reduction, std::nullopt);
+  if (!status.ok()) throw c10::Error(std::string(status.message()), nullptr);
+  const comm::Words& present = comm::Communicator::words_of(reduction.scatter);
+  const at::Tensor mean = reduction.mean.to(unit.dtype);
   for (Parameter* parameter : unit.parameters) {
-    if (!any_rank_has(*present, parameter->slot_in_unit)) continue;
-    parameter->pending.reset();
+    if (std::exchange(parameter->cleared, false) || !any_rank_has(present, parameter->slot_in_unit)) continue;
     attach_gradient(*parameter, mean.narrow(0, parameter->shard_offset, parameter->shard_interval.numel()));
   }
 }
@@ -187,6 +220,7 @@ void Sharding::settle(Parameter& parameter) {
   const bool shard_cleared = parameter.shard_gradient != nullptr && !parameter.shard.grad().defined();
   if (window_cleared || shard_cleared) return forget_gradient(parameter);
   if (parameter.pending.defined()) reduce(*parameter.unit);
+  finish_reduction(*parameter.unit);
 }
 
 void Sharding::use_shard_gradient(Parameter& parameter) {

@@ -5,6 +5,7 @@
 //   none              undefined            undefined                    undefined
 //   pending           facade               hidden, or the older sum     this rank's whole gradient, not reduced yet
 //   reduced           facade               this rank's part             undefined
+// While its unit's Reduction is under way a parameter counts as pending: its gradient is packed, so `pending` is undefined already.
 // zero_grad on either side drops one handle; its storage tells us (Sharding::storage_released) and the other one follows.
 #pragma once
 
@@ -43,6 +44,7 @@ struct Parameter {
 
   at::Tensor pending;
   bool arrived = false;                     // its hook has fired in the current backward
+  bool cleared = false;                     // by the program, while its unit's Reduction was under way
   KeyedStorage* facade = nullptr;           // null: the window has no gradient of ours
   KeyedStorage* shard_gradient = nullptr;   // null: the shard has no gradient of ours
 

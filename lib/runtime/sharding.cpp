@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "lib/plan/flat_layout.h"
 #include "lib/runtime/hook.h"
@@ -17,7 +18,41 @@ std::string name_of(const UnitPlan& unit, const BufferPlan& buffer) {
   if (unit.buffers.size() == 1) return unit.name;
   return absl::StrCat(unit.name, " (", buffer.requires_grad ? "" : "frozen ", c10::toString(buffer.dtype), ")");
 }
+
+// The `count` largest of `sizes`, added.
+int64_t sum_of_largest(std::vector<int64_t> sizes, size_t count) {
+  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  sizes.resize(std::min(count, sizes.size()));
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+// The unit in use and those that are gathered ahead; every unit, if none is freed after forward.
+int64_t gathered_capacity(const FsdpPlan& plan, const FsdpOptions& options) {
+  std::vector<int64_t> sizes;
+  for (const UnitPlan& unit : plan.units) {
+    for (const BufferPlan& buffer : unit.buffers) {
+      sizes.push_back(Arena::rounded(buffer.padded_numel * static_cast<int64_t>(c10::elementSize(buffer.dtype))));
+    }
+  }
+  const size_t most = options.reshard_after_forward ? 1 + static_cast<size_t>(options.prefetch_units) : sizes.size();
+  return sum_of_largest(std::move(sizes), most);
+}
+
+// One unit's gradients on their way while the next ones are packed.
+int64_t reducing_capacity(const FsdpPlan& plan) {
+  std::vector<int64_t> sizes;
+  for (const UnitPlan& unit : plan.units) {
+    for (const BufferPlan& buffer : unit.buffers) {
+      const auto item = static_cast<int64_t>(c10::elementSize(reduce_dtype(buffer.dtype)));
+      if (buffer.requires_grad) sizes.push_back(Arena::rounded(buffer.padded_numel * item));
+    }
+  }
+  return sum_of_largest(std::move(sizes), 2);
+}
 }  // namespace
+
+// Half precision is summed in fp32: W roundings to 8 bits of mantissa would be visible.
+at::ScalarType reduce_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 void set_strict_for_tests(bool value) { strict = value; }
 bool strict_for_tests() { return strict.load(std::memory_order_relaxed); }
@@ -33,10 +68,13 @@ Sharding::Sharding(const FsdpPlan& plan_value, const FsdpOptions& options, const
                    std::unique_ptr<comm::Communicator> communicator_value, c10::intrusive_ptr<c10d::ProcessGroup> group_value)
     : plan(plan_value),
       optimizers(optimizer_list),
+      gathered(gathered_capacity(plan_value, options)),
+      reducing(reducing_capacity(plan_value)),
       communicator(std::move(communicator_value)),
       group(std::move(group_value)),
       timeout(options.collective_timeout),
-      divide_factor(options.gradient_divide_factor.value_or(plan_value.world_size)) {
+      divide_factor(options.gradient_divide_factor.value_or(plan_value.world_size)),
+      prefetch_units_(options.prefetch_units) {
   for (size_t i = 0; i < plan.parameters.size(); ++i) {
     const ParameterPlan& from = plan.parameters[i];
     auto parameter = std::make_unique<Parameter>();
@@ -112,7 +150,7 @@ void Sharding::shard_written(Parameter& parameter, const at::Tensor& tensor) {
   Space& values = parameter.unit->values;
   if (live_bytes_ > 0) {
     // A step: whatever is still gathered has had its last use.
-    if (values.memory.defined()) values.stale[parameter.slot_in_unit] = true;
+    if (values.memory) values.stale[parameter.slot_in_unit] = true;
     drop_unpinned();
   }
   // A backward through an older graph must fail where the plain program's fails: if the written tensor shares the shard's version

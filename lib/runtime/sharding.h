@@ -6,7 +6,7 @@
 // Invariants, cited by tests:
 //   I1  a window or facade has memory exactly while an operator runs on it
 //   I2  an operator reads a parameter only from a Space that is not stale for it
-//   I3  at most the Spaces that one operator uses are gathered at a time; none is left at the end of backward or after a step
+//   I3  gathered Spaces fit into `gathered`, unless one operator needs more; none is left at the end of backward or after a step
 //   I4  the shard holds every value that this rank owns; whatever was written to a window is in the shard when the operator returns
 //   I5  window.grad() and shard.grad() are both ours or both undefined (Note: Gradient states)
 #pragma once
@@ -15,6 +15,7 @@
 #include <absl/status/status.h>
 #include <absl/status/statusor.h>
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,6 +24,8 @@
 
 #include "lib/base/error.h"
 #include "lib/comm/communicator.h"
+#include "lib/runtime/arena.h"
+#include "lib/runtime/schedule.h"
 #include "lib/runtime/unit.h"
 #include "rebind/fsdp.h"
 
@@ -44,6 +47,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
 
   const FsdpPlan plan;
   const Optimizers optimizers;
+  Arena gathered, reducing;  // what units hold of them is given back before they go
   std::vector<std::unique_ptr<Unit>> units;
   std::vector<std::unique_ptr<Parameter>> parameters;
   std::vector<std::vector<GroupRecord>> groups;  // [optimizer][group]
@@ -97,8 +101,9 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   void take_gradient(Parameter& parameter, at::Tensor gradient);
   void hook_fired(Parameter& parameter, const at::Tensor& window);
   void hook_lost(Parameter& parameter) noexcept;
-  // Reduces what is pending in a unit; collective.
+  // Begins to reduce what is pending in a unit, and finishes that; collective.
   void reduce(Unit& unit);
+  void finish_reduction(Unit& unit);
   void finish_backward();
   // The gradient of `parameter` is about to be used: reduces its unit if it must.
   void settle(Parameter& parameter);
@@ -120,14 +125,28 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
            std::unique_ptr<comm::Communicator> communicator, c10::intrusive_ptr<c10d::ProcessGroup> group);
   void add_unit(const BufferPlan& buffer, std::string name);
   void ensure(Parameter& parameter, Space& space, bool gradients);
+  void note_use(Unit& unit);
+  // Memory for a gathered copy whose next use is `next_use` changes of unit away, if need be that of copies needed later. May be
+  // empty.
+  Arena::Block make_room(int64_t bytes, int64_t next_use);
+  // Memory for a copy that is needed now, in any case.
+  void claim(Unit& unit, Space& space);
   // `service`: for a call of the program's, not for an operator (RuntimeStats).
+  void post_gather(Unit& unit, Space& space, bool gradients, bool service);
   void gather(Unit& unit, Space& space, bool gradients, bool service);
+  void await_gather(Space& space);
+  void prefetch();
   void drop(Space& space);
   at::Tensor make_shard_gradient(Parameter& parameter);
   void put_handles(Parameter& parameter, const at::Tensor& window);
+  void drop_pending(Parameter& parameter) noexcept;
   void queue_finish();
   void set_live_bytes(int64_t change);
 
+  const int prefetch_units_;
+  Schedule schedule_;
+  uint64_t uses_ = 0;            // of units, for the order of last uses
+  std::deque<Unit*> reductions_; // under way, oldest first
   int64_t live_bytes_ = 0;
   uint64_t epoch_ = 0;           // finished backwards
   int graph_task_ = -1;          // the backward whose end finish_backward is queued for

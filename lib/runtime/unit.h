@@ -6,23 +6,40 @@
 // A Space is one gathered copy of the unit's flat buffer: of the parameters, or of the gradients. It is filled by one
 // all-gather, used while pinned, and dropped whole. The shards are the truth; an element of a Space that may differ from them
 // is stale, parameter by parameter, and is gathered again before it is read.
+//
+// A Reduction is the way of one backward's gradients to the shards, under way while the backward goes on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "lib/comm/communicator.h"
+#include "lib/runtime/arena.h"
 #include "lib/runtime/parameter.h"
 
 namespace rebind::runtime {
 
 struct Space {
-  at::Tensor memory;  // uint8 [world_size * shard bytes]; undefined: not gathered
+  Arena::Block memory;      // [world_size * shard bytes]; empty: not gathered
+  comm::Pending gather;     // valid: still being filled
+  bool prefetched = false;  // gathered ahead, and not used yet
+  uint64_t last_use = 0;    // Sharding's count of uses
   std::vector<bool> stale;  // by Parameter::slot_in_unit
   int pins = 0;             // operators that are using it
 };
+
+struct Reduction {
+  Arena::Block flat;       // [world_size * shard_numel] of this rank's gradients, in the dtype of the sum
+  at::Tensor mean;         // [shard_numel], this rank's part, in the dtype of the sum
+  comm::Pending scatter;
+};
+
+// The dtype in which gradients of `dtype` are summed.
+at::ScalarType reduce_dtype(at::ScalarType dtype);
 
 struct Unit {
   int index = 0;     // in Sharding::units
@@ -35,6 +52,8 @@ struct Unit {
 
   at::Tensor flat_shard;  // [shard_numel]; gaps and tail are zero
   Space values, gradients;
+  std::optional<Reduction> reduction;
+  at::Tensor gradient_memory;  // of the last Reduction's mean, used again once nobody holds it
   int arrived = 0;  // parameters whose hooks have fired in the current backward
 
   bool has_pending() const {

@@ -129,7 +129,7 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
       if (parameter.facade != &storage) break;
       parameter.facade = nullptr;
       if (closing_) break;
-      parameter.pending.reset();
+      drop_pending(parameter);
       parameter.shard_gradient = nullptr;
       parameter.shard.mutable_grad().reset();
       break;
@@ -137,7 +137,7 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
       if (parameter.shard_gradient != &storage) break;
       parameter.shard_gradient = nullptr;
       if (closing_) break;
-      parameter.pending.reset();
+      drop_pending(parameter);
       if (parameter.facade == nullptr) break;
       parameter.facade = nullptr;
       if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
@@ -147,9 +147,14 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
   }
 }
 
+void Sharding::drop_pending(Parameter& parameter) noexcept {
+  parameter.pending.reset();
+  if (parameter.unit->reduction) parameter.cleared = true;
+}
+
 void Sharding::forget_gradient(Parameter& parameter) noexcept {
   ClosingScope on_purpose(*this);
-  parameter.pending.reset();
+  drop_pending(parameter);
   if (parameter.facade != nullptr) {
     parameter.facade = nullptr;
     if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
