@@ -38,9 +38,12 @@ class UnitPolicy {
   enum class Kind { kAutomatic, kBySize, kByModule, kWholeModel };
   using Predicate = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
-  // Repeated blocks (children of one container that have one type and the same parameters) are a unit each, the rest is one unit.
+  // Repeated blocks (children of one container that have one type and the same parameters) are a unit each. The rest is cut by
+  // size where blocks lie in between, so that an embedding and a head are two units when they are large; what is too small for a
+  // unit of its own joins its neighbour. No unit of a large model is smaller than 64 Ki elements.
   static UnitPolicy automatic() { return UnitPolicy(Kind::kAutomatic); }
-  // Unimplemented: parameters in registration order, cut into units of at least `min_numel` elements.
+  // Parameters in the order of registration, cut into units of at least `min_numel` elements (1 or more). The parameters after the
+  // last such unit belong to it too; small parameters of a module (biases) stay with its large ones.
   static UnitPolicy by_size(int64_t min_numel) {
     UnitPolicy policy(Kind::kBySize);
     policy.min_numel_ = min_numel;

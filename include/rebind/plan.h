@@ -67,13 +67,23 @@ struct UnitPlan {
   std::vector<BufferPlan> buffers;
 };
 
-// Bytes on this rank, allocator rounding aside.
+// Bytes on this rank, allocator rounding aside. A "buffer" is a BufferPlan, sizes are in the dtype of what is counted; tensors that
+// belong to no given model are whole on every rank and count whole.
 struct MemoryForecast {
-  int64_t parameter_bytes = 0;      // shards of the parameters, padding included
-  int64_t gradient_bytes = 0;       // shards of the gradients, between backward and zero_grad
-  int64_t state_bytes = 0;          // optimizer state tensors once every parameter was stepped
-  int64_t peak_gathered_bytes = 0;  // gathered parameters during training, while each operator uses one unit
-  int64_t prepare_peak_bytes = 0;   // during prepare_fsdp: full + state + (full + state)/W + two units
+  // Shards of the parameters: the sum of shard_numel over all buffers, padding included.
+  int64_t parameter_bytes = 0;
+  // Shards of the gradients, between backward and zero_grad: the same sum over the buffers that require gradients.
+  int64_t gradient_bytes = 0;
+  // State shaped like its parameter once every parameter that requires a gradient was stepped: this rank's elements of each
+  // parameter, times what its state holds now and what its optimizer will add under its group's options. Per parameter: SGD 1 with
+  // momentum, else 0; Adam and AdamW 2, 3 with amsgrad; Adagrad 1; RMSprop 1, 1 more with momentum, 1 more when centered.
+  int64_t state_bytes = 0;
+  // Gathered parameters during training: the sum of the 1 + prefetch_units largest padded_numel of a buffer, each of which is
+  // gathered by itself; 0 at world size 1, where nothing is gathered.
+  int64_t peak_gathered_bytes = 0;
+  // During prepare_fsdp: parameters, gradients and state as they are, whole, and this rank's part of all that, and twice the largest
+  // unit (all its buffers, padding included).
+  int64_t prepare_peak_bytes = 0;
 };
 
 struct FsdpPlan {
@@ -89,8 +99,8 @@ struct FsdpPlan {
 };
 
 // The plan of `rank`, 0 <= rank < world_size. Local: sends nothing, reads names, shapes, dtypes, options, never an element.
-//   InvalidArgument  rank out of range; null or repeated optimizer; no parameters; two groups of one optimizer that hold one
-//                    tensor with different options
+//   InvalidArgument  rank out of range; null or repeated optimizer, or one that holds no parameter of a given model; no
+//                    parameters; two groups of one optimizer that hold one tensor with different options; an impossible option
 //   FailedPrecondition  a parameter, or a tensor of an optimizer, is sharded already
 //   Unimplemented    an optimizer, option or kind of tensor that is not supported: the message names it
 absl::StatusOr<FsdpPlan> plan_fsdp(torch::nn::Module& model, const Optimizers& optimizers, int rank, int world_size,

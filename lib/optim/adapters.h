@@ -52,5 +52,7 @@ std::string type_name(const torch::optim::Optimizer& optimizer);
 const Adapter& sgd_adapter();
 const Adapter& adam_adapter();
 const Adapter& adamw_adapter();
+const Adapter& adagrad_adapter();
+const Adapter& rmsprop_adapter();
 
 }  // namespace rebind::optim

@@ -58,15 +58,29 @@ void add_optimizers(const Census& census, Lines& lines) {
 }
 
 // What one optimizer holds for a parameter: "momentum_buffer float32 [3]", "none".
-std::string state_text(const Census& census, const CensusParameter& parameter, const Holder& holder) {
+std::string state_text(const Census& census, const at::Tensor& held, const Holder& holder) {
   const auto o = static_cast<size_t>(holder.optimizer);
-  const torch::optim::OptimizerParamState* state = state_of(*census.optimizers[o], parameter.tensor);
+  const torch::optim::OptimizerParamState* state = state_of(*census.optimizers[o], held);
   if (state == nullptr) return "none";
   const optim::StateParts parts = census.adapters[o]->take_apart(*state);
   Lines texts;
   for (const auto& [key, tensor] : parts.tensors) texts.push_back(absl::StrCat(key, " ", tensor_text(tensor)));
   for (const auto& [key, value] : parts.scalars) texts.push_back(absl::StrCat(key, " ", value));
   return texts.empty() ? "empty" : absl::StrJoin(texts, ", ");
+}
+
+void add_foreign(const Census& census, Lines& lines) {
+  for (size_t i = 0; i < census.foreign.size(); ++i) {
+    const at::Tensor& tensor = census.foreign[i].tensor;
+    const std::string subject = absl::StrCat("tensor ", i, " of no model: ");
+    lines.push_back(absl::StrCat(subject, tensor_text(tensor), ", strides ", shape_text(tensor.strides().vec()), ", requires_grad ",
+                                 tensor.requires_grad() ? "true" : "false", ", gradient ",
+                                 tensor.grad().defined() ? "defined" : "undefined"));
+    for (const Holder& holder : census.foreign[i].holders) {
+      lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[", holder.index,
+                                   "], state ", state_text(census, tensor, holder)));
+    }
+  }
 }
 
 void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
@@ -83,7 +97,7 @@ void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
                                  parameter.tensor.grad().defined() ? "defined" : "undefined"));
     for (const Holder& holder : parameter.holders) {
       lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[",
-                                   holder.index, "], state ", state_text(census, parameter, holder)));
+                                   holder.index, "], state ", state_text(census, parameter.tensor, holder)));
     }
     lines.push_back(absl::StrCat(subject, "unit '", plan.units[static_cast<size_t>(entry.unit)].name, "', buffer ", entry.buffer,
                                  ", offset ", entry.offset));
@@ -93,7 +107,7 @@ void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
 void add_units(const FsdpPlan& plan, Lines& lines) {
   for (const UnitPlan& unit : plan.units) {
     for (const BufferPlan& buffer : unit.buffers) {
-      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), ", ", count_text(buffer.numel, "element"),
+      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), buffer.requires_grad ? ", " : " frozen, ", count_text(buffer.numel, "element"),
                                    ", ", buffer.shard_numel, " a rank"));
     }
   }
@@ -112,6 +126,7 @@ std::vector<std::string> agreement_lines(const Census& census, const FsdpPlan& p
   add_tensors(census, lines);
   add_optimizers(census, lines);
   add_details(census, plan, lines);
+  add_foreign(census, lines);
   add_units(plan, lines);
   return lines;
 }

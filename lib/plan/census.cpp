@@ -146,38 +146,47 @@ class CensusTaker {
     const Where here = place(optimizer);
     if (here.optimizer == "torch::optim::LBFGS") {
       return error(StatusCode::kUnimplemented, here, "LBFGS looks across all parameters at once, so it cannot run on shards",
-                   "Use SGD, Adam or AdamW, or train without sharding");
+                   "Use SGD, Adam, AdamW, Adagrad or RMSprop, or train without sharding");
     }
     return error(StatusCode::kUnimplemented, here, "this type of optimizer is not supported yet",
-                 "Use torch::optim::SGD, Adam or AdamW itself, not a class derived from it");
+                 "Use torch::optim::SGD, Adam, AdamW, Adagrad or RMSprop itself, not a class derived from it");
   }
 
   absl::Status find_holders() {
     for (size_t o = 0; o < census_.optimizers.size(); ++o) {
       const auto& groups = census_.optimizers[o]->param_groups();
+      size_t tensors = 0, ours = 0;
       for (size_t g = 0; g < groups.size(); ++g) {
-        std::unordered_map<size_t, int> times;  // by parameter
-        std::vector<size_t> repeated;
+        std::unordered_map<TensorKey, int> times;
+        std::vector<size_t> repeated;  // where each of them stands first
+        std::unordered_map<TensorKey, size_t> first;
         const auto& params = groups[g].params();
         for (size_t i = 0; i < params.size(); ++i) {
           const Holder holder{static_cast<int>(o), static_cast<int>(g), static_cast<int>(i)};
-          const auto found = params[i].defined() ? index_.find(key_of(params[i])) : index_.end();
-          if (found == index_.end()) return refuse_tensor(params[i], holder);
-          const int count = ++times[found->second];
-          if (count == 1) census_.parameters[found->second].holders.push_back(holder);
-          if (count == 2) repeated.push_back(found->second);
+          if (absl::Status status = check_entry(params[i], holder); !status.ok()) return status;
+          const TensorKey key = key_of(params[i]);
+          ours += index_.contains(key) ? 1 : 0;
+          const int count = ++times[key];
+          if (count == 1) {
+            first.emplace(key, i);
+            holders_of(params[i]).push_back(holder);
+          }
+          if (count == 2) repeated.push_back(first.at(key));
         }
-        for (const size_t p : repeated) {
-          const std::string often = times[p] == 2 ? "twice" : absl::StrCat(times[p], " times");
-          census_.notes.push_back(absl::StrCat("optimizers[", o, "], group ", g, " lists '", census_.parameters[p].names.front(),
-                                               "' ", often, ": it will be stepped once"));
-        }
+        tensors += params.size();
+        for (const size_t i : repeated) note_repeated(params[i], {static_cast<int>(o), static_cast<int>(g), static_cast<int>(i)},
+                                                      times.at(key_of(params[i])));
+      }
+      if (tensors > 0 && ours == 0) {
+        return error(StatusCode::kInvalidArgument, place(o),
+                     "no tensor in its groups is a parameter of a given model",
+                     "Pass the optimizer that was built from this model's parameters, or leave this one out");
       }
     }
     return absl::OkStatus();
   }
 
-  absl::Status refuse_tensor(const at::Tensor& tensor, const Holder& holder) const {
+  absl::Status check_entry(const at::Tensor& tensor, const Holder& holder) const {
     const Where here = place(static_cast<size_t>(holder.optimizer), holder.group, holder.index);
     if (!tensor.defined()) {
       return error(StatusCode::kInvalidArgument, here, "the tensor is undefined", "Take it out of the group");
@@ -186,27 +195,60 @@ class CensusTaker {
       return error(StatusCode::kFailedPrecondition, here, "the tensor is sharded already and belongs to another model",
                    "Call restore() on the sharding it belongs to first");
     }
-    return error(StatusCode::kUnimplemented, here,
-                 absl::StrCat("a tensor of shape ", shape_text(tensor.sizes().vec()), " is no parameter of a given model"),
-                 "Register it in the model, or give it an optimizer of its own");
+    return absl::OkStatus();
+  }
+
+  std::vector<Holder>& holders_of(const at::Tensor& tensor) {
+    if (const auto found = index_.find(key_of(tensor)); found != index_.end()) return census_.parameters[found->second].holders;
+    const auto [at, is_new] = foreign_index_.emplace(key_of(tensor), census_.foreign.size());
+    if (is_new) census_.foreign.push_back({tensor, {}});
+    return census_.foreign[at->second].holders;
+  }
+
+  void note_repeated(const at::Tensor& tensor, const Holder& holder, int times) {
+    const auto found = index_.find(key_of(tensor));
+    census_.notes.push_back(absl::StrCat(
+        "optimizers[", holder.optimizer, "], group ", holder.group, " lists ",
+        found == index_.end() ? absl::StrCat("its params()[", holder.index, "], which belongs to no given model,")
+                              : absl::StrCat("'", census_.parameters[found->second].names.front(), "'"),
+        times == 2 ? " twice" : absl::StrCat(" ", times, " times"), ": it will be stepped once"));
+  }
+
+  // What to say of a parameter, or of a foreign tensor, in one of its places.
+  Where about(const CensusParameter& parameter, const Holder& holder) const {
+    Where here = place(static_cast<size_t>(holder.optimizer), holder.group);
+    here.parameter = parameter.names.front();
+    return here;
+  }
+  Where about(const ForeignTensor&, const Holder& holder) const {
+    return place(static_cast<size_t>(holder.optimizer), holder.group, holder.index);
   }
 
   // One tensor in two groups of one optimizer is stepped twice with one state: which options hold must not be a question.
   absl::Status check_shared_groups() {
     for (const CensusParameter& parameter : census_.parameters) {
-      for (size_t h = 1; h < parameter.holders.size(); ++h) {
-        const Holder& a = parameter.holders[h - 1];
-        const Holder& b = parameter.holders[h];
-        if (a.optimizer != b.optimizer) continue;
-        const std::string first = options_of(a), second = options_of(b);
-        if (first == second) continue;
-        Where here = place(static_cast<size_t>(b.optimizer));
-        here.parameter = parameter.names.front();
-        return error(
-            StatusCode::kInvalidArgument, here,
-            absl::StrCat("groups ", a.group, " and ", b.group, " both hold it with different options: ", first, " and ", second),
-            "Keep it in one group");
-      }
+      if (absl::Status status = check_shared_groups_of(parameter); !status.ok()) return status;
+    }
+    for (const ForeignTensor& tensor : census_.foreign) {
+      if (absl::Status status = check_shared_groups_of(tensor); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  template <class Held>
+  absl::Status check_shared_groups_of(const Held& held) const {
+    for (size_t h = 1; h < held.holders.size(); ++h) {
+      const Holder& a = held.holders[h - 1];
+      const Holder& b = held.holders[h];
+      if (a.optimizer != b.optimizer) continue;
+      const std::string first = options_of(a), second = options_of(b);
+      if (first == second) continue;
+      Where here = about(held, b);
+      if (!here.parameter.empty()) here.group = -1;
+      return error(
+          StatusCode::kInvalidArgument, here,
+          absl::StrCat("groups ", a.group, " and ", b.group, " both hold it with different options: ", first, " and ", second),
+          "Keep it in one group");
     }
     return absl::OkStatus();
   }
@@ -218,26 +260,37 @@ class CensusTaker {
 
   absl::Status find_state() {
     for (CensusParameter& parameter : census_.parameters) {
-      for (size_t h = 0; h < parameter.holders.size(); ++h) {
-        const Holder& holder = parameter.holders[h];
-        const auto o = static_cast<size_t>(holder.optimizer);
-        const torch::optim::OptimizerParamState* state = state_of(*census_.optimizers[o], parameter.tensor);
-        if (state == nullptr) continue;
-        if (!census_.adapters[o]->knows(*state)) {
-          Where here = place(o, holder.group);
-          here.parameter = parameter.names.front();
-          return error(StatusCode::kUnimplemented, here,
-                       absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"),
-                       "Erase that state, then call again");
-        }
-        if (h > 0) continue;
-        for (const auto& [name, value] : census_.adapters[o]->take_apart(*state).scalars) {
-          if (name == "step") parameter.step = value;
-        }
-      }
+      if (absl::Status status = check_state_types(parameter); !status.ok()) return status;
+      parameter.step = step_of(parameter);
+    }
+    for (const ForeignTensor& tensor : census_.foreign) {
+      if (absl::Status status = check_state_types(tensor); !status.ok()) return status;
     }
     for (size_t o = 0; o < census_.optimizers.size(); ++o) note_stray_state(o);
     return absl::OkStatus();
+  }
+
+  template <class Held>
+  absl::Status check_state_types(const Held& held) const {
+    for (const Holder& holder : held.holders) {
+      const auto o = static_cast<size_t>(holder.optimizer);
+      const torch::optim::OptimizerParamState* state = state_of(*census_.optimizers[o], held.tensor);
+      if (state == nullptr || census_.adapters[o]->knows(*state)) continue;
+      return error(StatusCode::kUnimplemented, about(held, holder),
+                   absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"), "Erase that state, then call again");
+    }
+    return absl::OkStatus();
+  }
+
+  int64_t step_of(const CensusParameter& parameter) const {
+    if (parameter.holders.empty()) return 0;
+    const auto o = static_cast<size_t>(parameter.holders.front().optimizer);
+    const torch::optim::OptimizerParamState* state = state_of(*census_.optimizers[o], parameter.tensor);
+    if (state == nullptr) return 0;
+    for (const auto& [name, value] : census_.adapters[o]->take_apart(*state).scalars) {
+      if (name == "step") return value;
+    }
+    return 0;
   }
 
   void note_stray_state(size_t optimizer) {
@@ -254,7 +307,7 @@ class CensusTaker {
 
   Census census_;
   const Where where_;
-  std::unordered_map<TensorKey, size_t> index_;
+  std::unordered_map<TensorKey, size_t> index_, foreign_index_;
   size_t names_ = 0;  // of parameters, met so far
 };
 

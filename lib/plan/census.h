@@ -25,12 +25,19 @@ struct CensusParameter {
   int64_t step = 0;                // of its state, 0 without; holders that differ: the first holder's
 };
 
+// A tensor that an optimizer holds and no given model lists. It stays where it is, whole on every rank.
+struct ForeignTensor {
+  at::Tensor tensor;
+  std::vector<Holder> holders;  // as in CensusParameter
+};
+
 // Pointers in it are the caller's; it is stale once a module or a group changes.
 struct Census {
   std::vector<NamedModule> models;
   Optimizers optimizers;
   std::vector<const optim::Adapter*> adapters;  // of each optimizer
   std::vector<CensusParameter> parameters;      // in the order of registration
+  std::vector<ForeignTensor> foreign;           // in the order of their first holders
   std::vector<std::string> notes;               // duplicates that will be dropped, state that belongs to nothing
 };
 
@@ -42,11 +49,10 @@ const torch::optim::OptimizerParamState* state_of(const torch::optim::Optimizer&
 void for_each_buffer(const Census& census, const std::function<void(const std::string& name, const at::Tensor& buffer)>& visit);
 
 // `where` gives call and rank for messages.
-//   InvalidArgument     a null or repeated model or optimizer, a model without parameters, one tensor in two groups of one
-//   optimizer
-//                       with different options
+//   InvalidArgument     a null or repeated model or optimizer, a model without parameters, an optimizer with tensors of which
+//                       none is a parameter, an undefined tensor, one tensor in two groups of one optimizer with different options
 //   FailedPrecondition  a parameter or an optimizer's tensor is sharded already
-//   Unimplemented       a type of optimizer, options or state; a tensor in an optimizer that belongs to no given model
+//   Unimplemented       a type of optimizer, options or state
 absl::StatusOr<Census> take_census(const std::vector<NamedModule>& models, const Optimizers& optimizers, const Where& where);
 
 // The plan of one rank. Refuses options, kinds of parameters and shapes of state that are not supported, by name.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -115,79 +116,117 @@ class Planner {
     for (size_t i = 0; i < order.size(); ++i) parameters[i] = order[i].second;
   }
 
+  // The formulas stand at MemoryForecast.
   void forecast() {
-    int64_t full_bytes = 0, full_state_bytes = 0, state_shard_bytes = 0, largest_unit_bytes = 0;
     MemoryForecast& memory = plan_.memory;
+    int64_t full_bytes = 0, largest_unit_bytes = 0;
+    std::vector<int64_t> gathers;
     for (const UnitPlan& unit : plan_.units) {
       int64_t unit_bytes = 0;
       for (const BufferPlan& buffer : unit.buffers) {
         const int64_t bytes = element_bytes(buffer.dtype);
         memory.parameter_bytes += buffer.shard_numel * bytes;
         if (buffer.requires_grad) memory.gradient_bytes += buffer.shard_numel * bytes;
-        unit_bytes += buffer.padded_numel * bytes;
+        gathers.push_back(buffer.padded_numel * bytes);
+        unit_bytes += gathers.back();
       }
       largest_unit_bytes = std::max(largest_unit_bytes, unit_bytes);
     }
+    int64_t carried_shard_bytes = 0;  // gradients and state that exist now: whole in full_bytes, this rank's part here
     for (size_t p = 0; p < plan_.parameters.size(); ++p) {
       const ParameterPlan& entry = plan_.parameters[p];
       const at::Tensor& tensor = census_.parameters[p].tensor;
-      const int64_t bytes = element_bytes(entry.dtype);
-      full_bytes += entry.numel() * bytes;
-      if (tensor.grad().defined()) {
-        full_state_bytes += entry.numel() * bytes;
-        state_shard_bytes += entry.shard.numel() * bytes;
-      }
-      for (const Holder& holder : entry.holders) {
-        int64_t held = 0, held_bytes = 0;  // state tensors now, and the bytes of one element in all of them
-        const auto& optimizer = *census_.optimizers[static_cast<size_t>(holder.optimizer)];
-        const optim::Adapter& adapter = *census_.adapters[static_cast<size_t>(holder.optimizer)];
-        if (const auto* state = state_of(optimizer, tensor)) {
-          for (const auto& [key, part] : adapter.take_apart(*state).tensors) {
-            if (part.sizes() != tensor.sizes()) continue;
-            ++held;
-            held_bytes += element_bytes(part.scalar_type());
-          }
+      const State state = state_bytes_of(tensor, entry.holders);
+      const int64_t carried = state.held + (tensor.grad().defined() ? element_bytes(entry.dtype) : 0);
+      full_bytes += entry.numel() * (element_bytes(entry.dtype) + carried);
+      carried_shard_bytes += entry.shard.numel() * carried;
+      memory.state_bytes += entry.shard.numel() * (state.held + state.to_come);
+    }
+    memory.peak_gathered_bytes = peak_of(gathers);
+    memory.prepare_peak_bytes = full_bytes + memory.parameter_bytes + carried_shard_bytes + 2 * largest_unit_bytes;
+    for (const ForeignTensor& foreign : census_.foreign) {
+      const at::Tensor& tensor = foreign.tensor;
+      const int64_t numel = tensor.numel(), bytes = numel * element_bytes(tensor.scalar_type());
+      const State state = state_bytes_of(tensor, foreign.holders);
+      memory.parameter_bytes += bytes;
+      if (tensor.requires_grad()) memory.gradient_bytes += bytes;
+      memory.state_bytes += numel * (state.held + state.to_come);
+      memory.prepare_peak_bytes += bytes + numel * state.held + (tensor.grad().defined() ? bytes : 0);
+    }
+  }
+
+  // Bytes of one element in all state tensors shaped like the parameter: those it has, and those its next steps will add.
+  struct State {
+    int64_t held = 0, to_come = 0;
+  };
+
+  State state_bytes_of(const at::Tensor& tensor, const std::vector<Holder>& holders) const {
+    State bytes;
+    for (const Holder& holder : holders) {
+      if (!is_first_of_optimizer(holders, holder)) continue;  // two groups, one state
+      const auto& optimizer = *census_.optimizers[static_cast<size_t>(holder.optimizer)];
+      const optim::Adapter& adapter = *census_.adapters[static_cast<size_t>(holder.optimizer)];
+      int64_t held = 0;
+      if (const auto* state = state_of(optimizer, tensor)) {
+        for (const auto& [key, part] : adapter.take_apart(*state).tensors) {
+          if (part.sizes() != tensor.sizes()) continue;
+          ++held;
+          bytes.held += element_bytes(part.scalar_type());
         }
-        if (!is_first_of_optimizer(entry, holder)) continue;  // two groups, one state
-        full_state_bytes += entry.numel() * held_bytes;
-        state_shard_bytes += entry.shard.numel() * held_bytes;
-        const int expected = adapter.state_tensors(optimizer.param_groups()[static_cast<size_t>(holder.group)].options());
-        memory.state_bytes += entry.shard.numel() * (held_bytes + std::max<int64_t>(0, expected - held) * bytes);
       }
+      if (!tensor.requires_grad()) continue;  // never stepped
+      const int expected = adapter.state_tensors(optimizer.param_groups()[static_cast<size_t>(holder.group)].options());
+      bytes.to_come += std::max<int64_t>(0, expected - held) * element_bytes(tensor.scalar_type());
     }
-    memory.peak_gathered_bytes = plan_.world_size == 1 ? 0 : largest_unit_bytes;
-    memory.prepare_peak_bytes = full_bytes + full_state_bytes + memory.parameter_bytes + state_shard_bytes + 2 * largest_unit_bytes;
+    return bytes;
   }
 
-  static bool is_first_of_optimizer(const ParameterPlan& entry, const Holder& holder) {
-    return std::find_if(entry.holders.begin(), entry.holders.end(), [&](const Holder& other) {
-             return other.optimizer == holder.optimizer;
-           })->group == holder.group;
+  int64_t peak_of(std::vector<int64_t> gathers) const {
+    if (plan_.world_size == 1) return 0;
+    const size_t at_once = std::min(gathers.size(), static_cast<size_t>(options_.prefetch_units) + 1);
+    std::partial_sort(gathers.begin(), gathers.begin() + static_cast<int64_t>(at_once), gathers.end(), std::greater<>());
+    return std::accumulate(gathers.begin(), gathers.begin() + static_cast<int64_t>(at_once), int64_t{0});
   }
 
+  static bool is_first_of_optimizer(const std::vector<Holder>& holders, const Holder& holder) {
+    const auto same = [&](const Holder& other) { return other.optimizer == holder.optimizer; };
+    return *std::find_if(holders.begin(), holders.end(), same) == holder;
+  }
+
+  struct Held {
+    int64_t tensors = 0, elements = 0;
+  };
+  using HeldByGroup = std::map<std::pair<int, int>, Held>;
+
+  static void count(const std::vector<Holder>& holders, int64_t numel, HeldByGroup& groups) {
+    for (const Holder& holder : holders) {
+      Held& group = groups[{holder.optimizer, holder.group}];
+      ++group.tensors;
+      group.elements += numel;
+    }
+  }
+
+  static std::string held_text(const Held& held, const std::string& noun) {
+    return absl::StrCat(count_text(held.tensors, noun), ", ", count_text(held.elements, "element"));
+  }
+
+  // "optimizers[0] SGD, group 0: 3 tensors, 30 elements -> 2 shards, 9 elements, and 1 whole tensor, 12 elements; lr=0.1 ..."
   void describe_groups() {
-    struct After {
-      int64_t tensors = 0, elements = 0;
-    };
-    std::map<std::pair<int, int>, After> after;
-    for (const ParameterPlan& entry : plan_.parameters) {
-      for (const Holder& holder : entry.holders) {
-        After& group = after[{holder.optimizer, holder.group}];
-        ++group.tensors;
-        group.elements += entry.shard.numel();
-      }
-    }
+    HeldByGroup shards, foreign;
+    for (const ParameterPlan& entry : plan_.parameters) count(entry.holders, entry.shard.numel(), shards);
+    for (const ForeignTensor& tensor : census_.foreign) count(tensor.holders, tensor.tensor.numel(), foreign);
     for (size_t o = 0; o < census_.optimizers.size(); ++o) {
       const auto& groups = census_.optimizers[o]->param_groups();
       for (size_t g = 0; g < groups.size(); ++g) {
-        int64_t elements = 0;
-        for (const at::Tensor& tensor : groups[g].params()) elements += tensor.numel();
-        const After& held = after[{static_cast<int>(o), static_cast<int>(g)}];
-        plan_.groups.push_back(absl::StrCat("optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, ": ",
-                                            count_text(static_cast<int64_t>(groups[g].params().size()), "tensor"), ", ",
-                                            count_text(elements, "element"), " -> ", count_text(held.tensors, "shard"), ", ",
-                                            count_text(held.elements, "element"), "; ",
-                                            census_.adapters[o]->options_text(groups[g].options())));
+        const std::pair<int, int> key(static_cast<int>(o), static_cast<int>(g));
+        Held before{static_cast<int64_t>(groups[g].params().size()), 0};
+        for (const at::Tensor& tensor : groups[g].params()) before.elements += tensor.numel();
+        std::string text = absl::StrCat("optimizers[", o, "] ", census_.adapters[o]->name(), ", group ", g, ": ",
+                                        held_text(before, "tensor"), " -> ", held_text(shards[key], "shard"));
+        if (const auto found = foreign.find(key); found != foreign.end()) {
+          absl::StrAppend(&text, ", and ", held_text(found->second, "whole tensor"));
+        }
+        plan_.groups.push_back(absl::StrCat(text, "; ", census_.adapters[o]->options_text(groups[g].options())));
       }
     }
   }
@@ -200,6 +239,19 @@ class Planner {
     }
     if (!idle.empty()) {
       plan_.notes.push_back(absl::StrCat("in no optimizer, sharded but never stepped: ", some_of(idle)));
+    }
+    std::vector<std::string> frozen;
+    for (const ParameterPlan& entry : plan_.parameters) {
+      if (!entry.requires_grad && !entry.holders.empty()) frozen.push_back(entry.names.front());
+    }
+    if (!frozen.empty()) plan_.notes.push_back(absl::StrCat("frozen, never stepped, state kept as it is: ", some_of(frozen)));
+    if (!census_.foreign.empty()) {
+      std::vector<std::string> places;
+      for (const ForeignTensor& foreign : census_.foreign) {
+        const Holder& first = foreign.holders.front();
+        places.push_back(absl::StrCat("optimizers[", first.optimizer, "], group ", first.group, ", params()[", first.index, "]"));
+      }
+      plan_.notes.push_back(absl::StrCat("of no given model, whole on every rank, gradients averaged: ", some_of(places)));
     }
     if (options_.coalesce && !census_.optimizers.empty()) plan_.notes.push_back("one optimizer tensor per parameter");
     if (options_.prefetch_units > 1) {

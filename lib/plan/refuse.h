@@ -14,12 +14,15 @@ namespace rebind::plan {
 //   Unimplemented    a field that rebind/options.h marks so
 absl::Status check_options(const FsdpOptions& options, const Where& where);
 
-// Unimplemented: frozen, not floating, of another dtype than the model's first, not on the CPU, not strided, not contiguous, not a
-// leaf, with a post-accumulate hook, sharing its storage with another parameter or a buffer; a gradient of another kind; a buffer
-// that is not dense CPU memory.
+// Unimplemented: complex or another unknown dtype, not on the CPU, not strided, elements that overlap or leave gaps, not a leaf,
+// with a post-accumulate hook, sharing its storage with another parameter or a buffer; a gradient of another kind, or of a frozen
+// parameter; a tensor of no model that is not floating; a buffer that is not dense CPU memory.
 absl::Status check_tensors(const Census& census, const Where& where);
 
-// Unimplemented: a state tensor that is neither shaped like its parameter nor 0-dim, or is not contiguous CPU memory.
+// Unimplemented: a state tensor that is neither shaped like its parameter nor 0-dim, or is not dense CPU memory.
 absl::Status check_state(const Census& census, const Where& where);
+
+// Unimplemented: what a plan can be made for and the runtime does not serve yet. For prepare_fsdp.
+absl::Status check_runtime_support(const Census& census, const Where& where);
 
 }  // namespace rebind::plan

@@ -30,6 +30,13 @@ struct Bag : torch::nn::Module {
   at::Tensor& operator[](const std::string& name) { return parameters_[name]; }
 };
 
+// A tensor that has sizes and no memory: any look at an element of it is a crash.
+inline at::Tensor without_memory(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
+  at::Tensor tensor = at::empty({0}, dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
 template <class Render>
 std::string render(const absl::StatusOr<FsdpPlan>& plan, Render&& text_of) {
   return plan.ok() ? text_of(*plan) : plan.status().ToString();

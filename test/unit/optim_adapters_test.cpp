@@ -42,25 +42,26 @@ struct DerivedSgd : torch::optim::SGD {
   using SGD::SGD;
 };
 
-TEST_CASE("adapters: SGD, Adam and AdamW are known by their exact type, nothing else is", "[optim]") {
+TEST_CASE("adapters: five optimizers are known by their exact type, nothing else is", "[optim]") {
   torch::optim::SGD sgd({leaf()}, 0.1);
   torch::optim::Adam adam({leaf()});
   torch::optim::AdamW adamw({leaf()});
-  REQUIRE(adapter_of(sgd) != nullptr);
-  REQUIRE(adapter_of(adam) != nullptr);
-  REQUIRE(adapter_of(adamw) != nullptr);
-  CHECK(adapter_of(sgd)->name() == "SGD");
-  CHECK(adapter_of(adam)->name() == "Adam");
-  CHECK(adapter_of(adamw)->name() == "AdamW");
-
   torch::optim::RMSprop rmsprop({leaf()});
   torch::optim::Adagrad adagrad({leaf()});
+  const auto name_of = [](const torch::optim::Optimizer& optimizer) {
+    const Adapter* adapter = adapter_of(optimizer);
+    return adapter == nullptr ? std::string("none") : adapter->name();
+  };
+  CHECK(name_of(sgd) == "SGD");
+  CHECK(name_of(adam) == "Adam");
+  CHECK(name_of(adamw) == "AdamW");
+  CHECK(name_of(rmsprop) == "RMSprop");
+  CHECK(name_of(adagrad) == "Adagrad");
+
   torch::optim::LBFGS lbfgs({leaf()});
   DerivedSgd derived({leaf()}, 0.1);
-  CHECK(adapter_of(rmsprop) == nullptr);
-  CHECK(adapter_of(adagrad) == nullptr);
-  CHECK(adapter_of(lbfgs) == nullptr);
-  CHECK(adapter_of(derived) == nullptr);
+  CHECK(name_of(lbfgs) == "none");
+  CHECK(name_of(derived) == "none");
   CHECK(type_name(lbfgs) == "torch::optim::LBFGS");
 }
 
@@ -74,6 +75,14 @@ TEST_CASE("adapters: options and states of another optimizer are not known", "[o
   CHECK(adam_adapter().knows(only_state(adam)));
   CHECK_FALSE(adamw_adapter().knows(only_state(adam)));
   CHECK_FALSE(sgd_adapter().knows(only_state(adam)));
+  CHECK(adagrad_adapter().knows(torch::optim::AdagradOptions()));
+  CHECK_FALSE(adagrad_adapter().knows(adam.defaults()));
+  CHECK(adagrad_adapter().knows(torch::optim::AdagradParamState()));
+  CHECK_FALSE(adagrad_adapter().knows(only_state(adam)));
+  CHECK(rmsprop_adapter().knows(torch::optim::RMSpropOptions()));
+  CHECK_FALSE(rmsprop_adapter().knows(adam.defaults()));
+  CHECK(rmsprop_adapter().knows(torch::optim::RMSpropParamState()));
+  CHECK_FALSE(rmsprop_adapter().knows(only_state(adam)));
 }
 
 TEST_CASE("adapters: every option is in the text", "[optim]") {
@@ -84,6 +93,15 @@ TEST_CASE("adapters: every option is in the text", "[optim]") {
   CHECK(adam_adapter().options_text(AdamOptions()) == "lr=0.001 betas=(0.9, 0.999) eps=1e-08 weight_decay=0 amsgrad=0");
   CHECK(adamw_adapter().options_text(AdamWOptions(0.01).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).amsgrad(true)) ==
         "lr=0.01 betas=(0.8, 0.95) eps=1e-06 weight_decay=0.1 amsgrad=1");
+  using torch::optim::AdagradOptions, torch::optim::RMSpropOptions;
+  CHECK(adagrad_adapter().options_text(AdagradOptions()) ==
+        "lr=0.01 lr_decay=0 weight_decay=0 initial_accumulator_value=0 eps=1e-10");
+  CHECK(adagrad_adapter().options_text(
+            AdagradOptions(0.5).lr_decay(0.25).weight_decay(0.1).initial_accumulator_value(1).eps(1e-6)) ==
+        "lr=0.5 lr_decay=0.25 weight_decay=0.1 initial_accumulator_value=1 eps=1e-06");
+  CHECK(rmsprop_adapter().options_text(RMSpropOptions()) == "lr=0.01 alpha=0.99 eps=1e-08 weight_decay=0 momentum=0 centered=0");
+  CHECK(rmsprop_adapter().options_text(RMSpropOptions(0.5).alpha(0.75).eps(1e-6).weight_decay(0.1).momentum(0.9).centered(true)) ==
+        "lr=0.5 alpha=0.75 eps=1e-06 weight_decay=0.1 momentum=0.9 centered=1");
 }
 
 TEST_CASE("adapters: options that differ in the last bit have different texts", "[optim]") {
@@ -101,6 +119,11 @@ TEST_CASE("adapters: the forecast of state tensors follows the options", "[optim
   CHECK(adam_adapter().state_tensors(torch::optim::AdamOptions().amsgrad(true)) == 3);
   CHECK(adamw_adapter().state_tensors(torch::optim::AdamWOptions()) == 2);
   CHECK(adamw_adapter().state_tensors(torch::optim::AdamWOptions().amsgrad(true)) == 3);
+  CHECK(adagrad_adapter().state_tensors(torch::optim::AdagradOptions()) == 1);
+  CHECK(rmsprop_adapter().state_tensors(torch::optim::RMSpropOptions()) == 1);
+  CHECK(rmsprop_adapter().state_tensors(torch::optim::RMSpropOptions().momentum(0.9)) == 2);
+  CHECK(rmsprop_adapter().state_tensors(torch::optim::RMSpropOptions().centered(true)) == 2);
+  CHECK(rmsprop_adapter().state_tensors(torch::optim::RMSpropOptions().momentum(0.9).centered(true)) == 3);
 }
 
 TEST_CASE("adapters: state is taken apart by name, without what is undefined", "[optim]") {
@@ -117,6 +140,18 @@ TEST_CASE("adapters: state is taken apart by name, without what is undefined", "
   torch::optim::AdamW adamw({leaf()}, torch::optim::AdamWOptions().amsgrad(true));
   step_once(adamw);
   CHECK(parts_text(adamw_adapter().take_apart(only_state(adamw))) == "exp_avg exp_avg_sq max_exp_avg_sq step=1");
+
+  torch::optim::Adagrad adagrad({leaf()});
+  CHECK(parts_text(adagrad_adapter().take_apart(only_state(adagrad))) == "sum step=0");  // made in the constructor
+  step_once(adagrad);
+  CHECK(parts_text(adagrad_adapter().take_apart(only_state(adagrad))) == "sum step=1");
+
+  torch::optim::RMSprop plain({leaf()});
+  step_once(plain);
+  CHECK(parts_text(rmsprop_adapter().take_apart(only_state(plain))) == "square_avg step=1");
+  torch::optim::RMSprop rmsprop({leaf()}, torch::optim::RMSpropOptions().momentum(0.9).centered(true));
+  step_once(rmsprop);
+  CHECK(parts_text(rmsprop_adapter().take_apart(only_state(rmsprop))) == "square_avg momentum_buffer grad_avg step=1");
 }
 
 TEST_CASE("adapters: a state put together from its parts is the same, and is the caller's own", "[optim]") {
@@ -142,6 +177,18 @@ TEST_CASE("adapters: a state put together from its parts is the same, and is the
   const auto sgd_copy = sgd_adapter().put_together(sgd_adapter().take_apart(sgd));
   CHECK(sgd_adapter().knows(*sgd_copy));
   CHECK(static_cast<SGDParamState&>(*sgd_copy).momentum_buffer().is_same(sgd.momentum_buffer()));
+  torch::optim::AdagradParamState adagrad;
+  adagrad.step(7).sum(at::full({3}, 0.25));
+  const auto adagrad_copy = adagrad_adapter().put_together(adagrad_adapter().take_apart(adagrad));
+  CHECK(adagrad_adapter().knows(*adagrad_copy));
+  CHECK(static_cast<torch::optim::AdagradParamState&>(*adagrad_copy) == adagrad);
+
+  torch::optim::RMSpropParamState rmsprop;
+  rmsprop.step(7).square_avg(at::full({3}, 0.25)).momentum_buffer(at::full({3}, 0.5)).grad_avg(at::full({3}, 0.75));
+  const auto rmsprop_copy = rmsprop_adapter().put_together(rmsprop_adapter().take_apart(rmsprop));
+  CHECK(rmsprop_adapter().knows(*rmsprop_copy));
+  CHECK(static_cast<torch::optim::RMSpropParamState&>(*rmsprop_copy) == rmsprop);
+
   const auto empty = sgd_adapter().put_together({});
   CHECK_FALSE(static_cast<SGDParamState&>(*empty).momentum_buffer().defined());
 }
@@ -170,6 +217,10 @@ TEST_CASE("adapters: a part that the state does not have is an error, not droppe
   CHECK(message(sgd_adapter(), {{}, {{"step", 1}}}) == "SGD state has no scalar 'step'.");
   CHECK(message(adam_adapter(), {{{"momentum_buffer", at::ones({3})}}, {}}) == "Adam state has no tensor 'momentum_buffer'.");
   CHECK(message(adamw_adapter(), {{}, {{"steps", 1}}}) == "AdamW state has no scalar 'steps'.");
+  CHECK(message(adagrad_adapter(), {{{"exp_avg", at::ones({3})}}, {}}) == "Adagrad state has no tensor 'exp_avg'.");
+  CHECK(message(adagrad_adapter(), {{}, {{"steps", 1}}}) == "Adagrad state has no scalar 'steps'.");
+  CHECK(message(rmsprop_adapter(), {{{"sum", at::ones({3})}}, {}}) == "RMSprop state has no tensor 'sum'.");
+  CHECK(message(rmsprop_adapter(), {{}, {{"steps", 1}}}) == "RMSprop state has no scalar 'steps'.");
 }
 
 }  // namespace

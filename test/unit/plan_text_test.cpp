@@ -6,7 +6,9 @@
 
 #include <nlohmann/json.hpp>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include "test/support/catch.h"
@@ -163,16 +165,74 @@ TEST_CASE("plan: memory does not count 0-dim state as shaped like its parameter"
   CHECK(forecast(&adamw, model).state_bytes == 1024 + 512);  // one moment is there, in float32; one is to come, in bfloat16
 }
 
-TEST_CASE("plan: memory of gathering is that of the largest unit, with padding", "[plan][memory]") {
+TEST_CASE("plan: memory of gathering is that of the units in flight, the largest, with padding", "[plan][memory]") {
   Bag model({{"w", {3}}});
-  model.register_module("large", std::make_shared<Bag>(Bag({{"w", {100}}}, at::kFloat)));
+  model.register_module("large", std::make_shared<Bag>(Bag({{"w", {100}}})));
+  model.register_module("middle", std::make_shared<Bag>(Bag({{"w", {50}}})));
   FsdpOptions options;
-  options.unit_policy = UnitPolicy::by_module([](const std::string& name, const torch::nn::Module&) { return name == "large"; });
-  const auto plan = plan_fsdp(model, {}, 0, 3, options);
+  options.unit_policy = UnitPolicy::by_module([](const std::string& name, const torch::nn::Module&) { return !name.empty(); });
+  const auto memory = [&](int prefetch_units) {
+    options.prefetch_units = prefetch_units;
+    const auto plan = plan_fsdp(model, {}, 0, 3, options);
+    REQUIRE(plan.ok());
+    return plan->memory;
+  };
+  // Padded: 24, 120 and 72 elements.
+  CHECK(memory(1).parameter_bytes == 4 * (8 + 40 + 24));
+  CHECK(memory(0).peak_gathered_bytes == 4 * 120);
+  CHECK(memory(1).peak_gathered_bytes == 4 * (120 + 72));
+  CHECK(memory(2).peak_gathered_bytes == 4 * (120 + 72 + 24));
+  CHECK(memory(1000).peak_gathered_bytes == 4 * (120 + 72 + 24));
+  CHECK(memory(1).prepare_peak_bytes == 4 * 153 + 4 * (8 + 40 + 24) + 2 * 4 * 120);
+}
+
+TEST_CASE("plan: memory of a unit with several dtypes: each buffer is gathered by itself, in its own size", "[plan][memory]") {
+  Bag model({{"w", {32, 32}}});
+  model.register_parameter("half", at::ones({32, 32}, at::kBFloat16));
+  model.register_parameter("bytes", at::ones({32, 32}, at::kByte), /*requires_grad=*/false);
+  FsdpOptions options;
+  options.prefetch_units = 0;
+  const auto plan = plan_fsdp(model, {}, 0, 4, options);
   REQUIRE(plan.ok());
-  CHECK(plan->memory.parameter_bytes == 4 * (8 + 40));
-  CHECK(plan->memory.peak_gathered_bytes == 4 * 120);
-  CHECK(plan->memory.prepare_peak_bytes == 4 * 103 + 4 * (8 + 40) + 2 * 4 * 120);
+  CHECK(plan->memory.parameter_bytes == 1024 + 512 + 256);
+  CHECK(plan->memory.gradient_bytes == 1024 + 512);
+  CHECK(plan->memory.peak_gathered_bytes == 4096);
+  CHECK(plan->memory.prepare_peak_bytes == 7168 + 1792 + 2 * 7168);
+}
+
+TEST_CASE("plan: memory of a frozen parameter has no gradient, and only the state that is there", "[plan][memory]") {
+  Bag model({{"w", {32, 32}}});
+  torch::optim::AdamW adamw(model.parameters());
+  model["w"].set_requires_grad(false);
+  CHECK(forecast(&adamw, model).gradient_bytes == 0);
+  CHECK(forecast(&adamw, model).state_bytes == 0);
+  auto state = std::make_unique<torch::optim::AdamWParamState>();
+  state->step(1).exp_avg(at::zeros({32, 32})).exp_avg_sq(at::zeros({32, 32}));
+  adamw.state()[model["w"].unsafeGetTensorImpl()] = std::move(state);
+  CHECK(forecast(&adamw, model).state_bytes == 2048);
+}
+
+TEST_CASE("plan: memory of the state of Adagrad and RMSprop", "[plan][memory]") {
+  Bag model({{"w", {32, 32}}});
+  torch::optim::Adagrad adagrad(model.parameters());
+  CHECK(forecast(&adagrad, model).state_bytes == 1024);  // one sum, which is there already
+  CHECK(forecast(&adagrad, model).prepare_peak_bytes == 4096 + 4096 + 1024 + 1024 + 8192);
+  torch::optim::RMSprop plain(model.parameters());
+  CHECK(forecast(&plain, model).state_bytes == 1024);
+  torch::optim::RMSprop rmsprop(model.parameters(), torch::optim::RMSpropOptions().momentum(0.9).centered(true));
+  CHECK(forecast(&rmsprop, model).state_bytes == 3072);
+}
+
+TEST_CASE("plan: memory counts tensors of no model whole", "[plan][memory]") {
+  Bag model({{"w", {32, 32}}});
+  const at::Tensor foreign = at::ones({100}).set_requires_grad(true);
+  torch::optim::AdamW adamw({model["w"], foreign});
+  const MemoryForecast memory = forecast(&adamw, model);
+  CHECK(memory.parameter_bytes == 1024 + 400);
+  CHECK(memory.gradient_bytes == 1024 + 400);
+  CHECK(memory.state_bytes == 2048 + 800);
+  CHECK(memory.peak_gathered_bytes == 4096);
+  CHECK(memory.prepare_peak_bytes == 13312 + 400);
 }
 
 TEST_CASE("text: numbers, bytes and lists read well", "[plan][text]") {
