@@ -233,16 +233,13 @@ class Planner {
 
   void write_notes() {
     plan_.notes = census_.notes;
-    std::vector<std::string> idle;
+    std::vector<std::string> idle, frozen;
     for (const ParameterPlan& entry : plan_.parameters) {
-      if (entry.holders.empty()) idle.push_back(entry.names.front());
+      if (entry.holders.empty() && entry.requires_grad) idle.push_back(entry.names.front());
+      if (!entry.holders.empty() && !entry.requires_grad) frozen.push_back(entry.names.front());
     }
     if (!idle.empty()) {
       plan_.notes.push_back(absl::StrCat("in no optimizer, sharded but never stepped: ", some_of(idle)));
-    }
-    std::vector<std::string> frozen;
-    for (const ParameterPlan& entry : plan_.parameters) {
-      if (!entry.requires_grad && !entry.holders.empty()) frozen.push_back(entry.names.front());
     }
     if (!frozen.empty()) plan_.notes.push_back(absl::StrCat("frozen, never stepped, state kept as it is: ", some_of(frozen)));
     if (!census_.foreign.empty()) {

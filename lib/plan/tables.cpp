@@ -2,8 +2,8 @@
 //
 //   rank 0 of 2: 24 elements in 2 parameters, 1 unit
 //
-//   unit   dtype    parameters  elements  with padding  this rank
-//   model  float32           2        24            32         16
+//   unit   dtype    parameters  elements  with padding  this rank  gathered
+//   model  float32           2        24            32         16     128 B
 //
 //   parameter  shape   unit   offset  this rank  held by
 //   weight     [3, 7]  model       0  [0, 16)    0.0[0]
@@ -41,6 +41,11 @@ class Table {
   }
 
   void add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
+
+  void drop_column(size_t column) {
+    right_.erase(right_.begin() + static_cast<int64_t>(column));
+    for (auto& row : rows_) row.erase(row.begin() + static_cast<int64_t>(column));
+  }
 
   std::string text() const {
     const size_t count = rows_.size() - 1;
@@ -84,12 +89,18 @@ std::string title_text(const FsdpPlan& plan) {
                       count_text(static_cast<int64_t>(plan.units.size()), "unit"), "\n");
 }
 
+std::string kind_text(at::ScalarType dtype, bool requires_grad) {
+  return absl::StrCat(plan::dtype_text(dtype), requires_grad ? "" : " frozen");
+}
+
 std::string units_text(const FsdpPlan& plan) {
-  Table table({"unit", "dtype", ">parameters", ">elements", ">with padding", ">this rank"});
+  Table table({"unit", "dtype", ">parameters", ">elements", ">with padding", ">this rank", ">gathered"});
   for (const UnitPlan& unit : plan.units) {
     for (const BufferPlan& buffer : unit.buffers) {
-      table.add({unit.name, plan::dtype_text(buffer.dtype), count_text(static_cast<int64_t>(buffer.parameters.size())),
-                 count_text(buffer.numel), count_text(buffer.padded_numel), count_text(buffer.shard_numel)});
+      table.add({unit.name, kind_text(buffer.dtype, buffer.requires_grad),
+                 count_text(static_cast<int64_t>(buffer.parameters.size())), count_text(buffer.numel),
+                 count_text(buffer.padded_numel), count_text(buffer.shard_numel),
+                 bytes_text(buffer.padded_numel * static_cast<int64_t>(c10::elementSize(buffer.dtype)))});
     }
   }
   return table.text();
@@ -101,14 +112,33 @@ std::string holders_text(const std::vector<Holder>& holders) {
   return texts.empty() ? "-" : absl::StrJoin(texts, " ");
 }
 
-std::string parameters_text(const FsdpPlan& plan) {
-  Table table({"parameter", "shape", "unit", ">offset", "this rank", "held by"});
-  for (const ParameterPlan& parameter : plan.parameters) {
-    table.add({absl::StrJoin(parameter.names, " = "), shape_text(parameter.sizes),
-               plan.units[static_cast<size_t>(parameter.unit)].name, count_text(parameter.offset),
-               plan::interval_text(parameter.shard.begin, parameter.shard.end), holders_text(parameter.holders)});
+// "[4, 3, 3, 3]", of another memory order "[4, 3, 3, 3] by [27, 1, 9, 3]".
+std::string order_text(const ParameterPlan& parameter) {
+  int64_t expected = 1;
+  bool contiguous = true;
+  for (size_t d = parameter.sizes.size(); d-- > 0;) {
+    contiguous = contiguous && (parameter.sizes[d] == 1 || parameter.strides[d] == expected);
+    expected *= parameter.sizes[d];
   }
-  return table.text() + "(held by: optimizer.group[index])\n";
+  const std::string shape = shape_text(parameter.sizes);
+  return contiguous || expected == 0 ? shape : absl::StrCat(shape, " by ", shape_text(parameter.strides));
+}
+
+std::string parameters_text(const FsdpPlan& plan) {
+  const auto kind_of = [](const ParameterPlan& p) { return kind_text(p.dtype, p.requires_grad); };
+  bool mixed = false, turned = false;
+  Table table({"parameter", "shape", "dtype", "unit", ">offset", "this rank", "held by"});
+  for (const ParameterPlan& parameter : plan.parameters) {
+    mixed = mixed || kind_of(parameter) != kind_of(plan.parameters.front());
+    const std::string order = order_text(parameter);
+    turned = turned || order != shape_text(parameter.sizes);
+    table.add({absl::StrJoin(parameter.names, " = "), order, kind_of(parameter), plan.units[static_cast<size_t>(parameter.unit)].name,
+               count_text(parameter.offset), plan::interval_text(parameter.shard.begin, parameter.shard.end),
+               holders_text(parameter.holders)});
+  }
+  if (!mixed) table.drop_column(2);  // the units say it
+  return absl::StrCat(table.text(), "(held by: optimizer.group[index]", turned ? "; by: strides, elements are counted in memory order" : "",
+                      ")\n");
 }
 
 std::string list_text(const char* title, const std::vector<std::string>& lines) {

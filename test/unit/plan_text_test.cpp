@@ -30,8 +30,8 @@ TEST_CASE("plan: the tables of a small model", "[plan][text]") {
   CHECK("\n" + plan->to_string() == R"(
 rank 1 of 2: 24 elements in 2 parameters, 1 unit
 
-unit    dtype    parameters  elements  with padding  this rank
-<root>  float32           2        24            32         16
+unit    dtype    parameters  elements  with padding  this rank  gathered
+<root>  float32           2        24            32         16     128 B
 
 parameter  shape   unit    offset  this rank  held by
 weight     [3, 7]  <root>       0  [16, 21)   0.0[0]
@@ -62,6 +62,38 @@ TEST_CASE("plan: a table shows all names of a tied parameter, all its holders, a
   REQUIRE(plan.ok());
   CHECK(plan->to_string().find("\na = c      [2]    <root>       0  [0, 2)     0.0[0] 1.0[0]\n"
                                "b          [2]    <root>       8  [0, 2)     -\n") != std::string::npos);
+}
+
+TEST_CASE("plan: the tables tell dtypes, what is frozen and other memory orders, where there are any", "[plan][text]") {
+  Bag model({{"lora", {2, 4}}});
+  model.register_parameter("base", at::ones({4, 4}), /*requires_grad=*/false);
+  model.register_parameter("codes", at::ones({10}, at::kByte), false);
+  model.register_parameter("kernel", at::ones({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast));
+  model.register_parameter("lone", at::ones({1, 3}).t());  // [3, 1]: the same in every order
+  torch::optim::SGD sgd({model["lora"], at::ones({5})}, 0.1);
+  const auto plan = plan_fsdp(model, {&sgd}, 0, 2);
+  REQUIRE(plan.ok());
+  const std::string text = plan->to_string();
+  CHECK("\n" + text.substr(0, text.find("\ngroups")) == R"(
+rank 0 of 2: 61 elements in 5 parameters, 1 unit
+
+unit    dtype           parameters  elements  with padding  this rank  gathered
+<root>  float32                  3        35            48         24     192 B
+<root>  float32 frozen           1        16            16          8      64 B
+<root>  uint8 frozen             1        10            16          8      16 B
+
+parameter  shape                          dtype           unit    offset  this rank  held by
+lora       [2, 4]                         float32         <root>       0  [0, 8)     0.0[0]
+base       [4, 4]                         float32 frozen  <root>       0  [0, 8)     -
+codes      [10]                           uint8 frozen    <root>       0  [0, 8)     -
+kernel     [2, 3, 2, 2] by [12, 1, 6, 3]  float32         <root>       8  [0, 16)    -
+lone       [3, 1]                         float32         <root>      32  -          -
+(held by: optimizer.group[index]; by: strides, elements are counted in memory order)
+)");
+  CHECK(test::joined(plan->notes, "\n") ==
+        "in no optimizer, sharded but never stepped: 'kernel', 'lone'\n"
+        "of no given model, whole on every rank, gradients averaged: 'optimizers[0], group 0, params()[1]'\n"
+        "one optimizer tensor per parameter");
 }
 
 TEST_CASE("plan: a table of 10,000 parameters is shortened", "[plan][text]") {
