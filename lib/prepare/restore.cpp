@@ -4,9 +4,12 @@
 #include <absl/strings/str_cat.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "lib/optim/adapters.h"
 #include "lib/prepare/decision.h"
 #include "lib/prepare/stage.h"
+#include "lib/runtime/slice_state.h"
 #include "rebind/fsdp.h"
 
 namespace rebind {
@@ -22,34 +25,42 @@ struct Whole {
   std::vector<prepare::StagedOptimizer> optimizers;
 };
 
-// Optimizers are not owned. One that is gone has released its shards: then only we hold them.
+// Optimizers are not owned. One that is gone has released its slices: then only we hold them.
 bool is_alive(const Sharding& sharding, int optimizer) {
-  for (const auto& parameter : sharding.parameters) {
-    for (const Holder& holder : parameter->holders) {
-      if (holder.optimizer == optimizer && parameter->shard.use_count() > 1) return true;
+  for (const auto& unit : sharding.units) {
+    for (const auto& run : unit->runs) {
+      const bool holds = std::find(run->optimizers.begin(), run->optimizers.end(), optimizer) != run->optimizers.end();
+      const auto& slices = run->joined.empty() ? run->single : run->joined;
+      if (holds && slices.front()->tensor.use_count() > 1) return true;
     }
   }
   return false;
 }
 
-Parameter* parameter_of(const at::Tensor& entry, const Sharding& sharding) {
+runtime::Slice* slice_of(const at::Tensor& entry, const Sharding& sharding) {
   const KeyedStorage* storage = KeyedStorage::of(entry);
   if (storage == nullptr || storage->role() != Role::kShard || storage->lock().get() != &sharding) return nullptr;
-  return &storage->parameter();
+  return &storage->slice();
 }
 
-std::vector<at::Tensor> restored_group(const std::vector<at::Tensor>& params, const Sharding& sharding, const std::vector<int>& placed,
-                                       const std::vector<int>& original) {
-  std::vector<int> now;
+std::vector<at::Tensor> restored_group(const std::vector<at::Tensor>& params, const Sharding& sharding, const runtime::GroupRecord& record) {
+  std::vector<const c10::TensorImpl*> now;
   std::vector<at::Tensor> result;
+  absl::flat_hash_set<const Parameter*> there;
   for (const at::Tensor& entry : params) {
-    const Parameter* parameter = parameter_of(entry, sharding);
-    now.push_back(parameter == nullptr ? -1 : parameter->index);
-    result.push_back(parameter == nullptr ? entry : parameter->lock_window());
+    now.push_back(entry.unsafeGetTensorImpl());
+    const runtime::Slice* slice = slice_of(entry, sharding);
+    if (slice == nullptr) {
+      result.push_back(entry);
+      continue;
+    }
+    for (const Parameter* member : slice->members) {
+      if (there.insert(member).second) result.push_back(member->lock_window());
+    }
   }
-  if (now != placed) return result;  // the program changed the group: its order stays
-  result.clear();                    // untouched: also the duplicates come back that were dropped
-  for (int index : original) result.push_back(sharding.parameters[index]->lock_window());
+  if (now != record.placed) return result;  // the program changed the group: its order stays
+  result.clear();                           // untouched: also the duplicates come back that were dropped
+  for (int index : record.original) result.push_back(sharding.parameters[index]->lock_window());
   return result;
 }
 
@@ -59,17 +70,16 @@ absl::Status gather_optimizer(Sharding& sharding, int index, prepare::StagedOpti
   const optim::Adapter& adapter = *optim::adapter_of(optimizer);
   absl::flat_hash_set<void*> carried;
   for (auto& parameter : sharding.parameters) {  // in this order on all ranks, not in that of the map
-    const auto state = optimizer.state().find(parameter->shard.unsafeGetTensorImpl());
-    if (state == optimizer.state().end()) continue;
-    carried.insert(state->first);
-    optim::StateParts parts = adapter.take_apart(*state->second);
-    for (auto& [key, tensor] : parts.tensors) {
+    std::optional<optim::StateParts> parts = runtime::state_of(optimizer, *parameter);
+    if (!parts) continue;
+    for (auto& [key, tensor] : parts->tensors) {
       if (tensor.dim() == 0) continue;
       auto whole = sharding.gather_whole(*parameter, tensor.contiguous(), absl::StrCat("state '", key, "'"));
       if (!whole.ok()) return whole.status();
       tensor = *std::move(whole);
     }
-    staged.state[parameter->lock_window().unsafeGetTensorImpl()] = adapter.put_together(parts);
+    staged.state[parameter->lock_window().unsafeGetTensorImpl()] = adapter.put_together(*parts);
+    for (const runtime::Slice* slice : runtime::slices_of(*parameter)) carried.insert(slice->tensor.unsafeGetTensorImpl());
   }
   for (const auto& [key, state] : optimizer.state()) {
     if (!carried.contains(key)) staged.state[key] = nullptr;
@@ -77,8 +87,7 @@ absl::Status gather_optimizer(Sharding& sharding, int index, prepare::StagedOpti
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     std::vector<at::Tensor>& params = optimizer.param_groups()[g].params();
     const bool known = g < sharding.groups[index].size();
-    staged.groups.push_back(known ? restored_group(params, sharding, sharding.groups[index][g].placed, sharding.groups[index][g].original)
-                                  : restored_group(params, sharding, {-2}, {}));
+    staged.groups.push_back(restored_group(params, sharding, known ? sharding.groups[index][g] : runtime::GroupRecord{{nullptr}, {}}));
     params.reserve(staged.groups.back().size());  // the commit must not allocate
   }
   return absl::OkStatus();
@@ -111,8 +120,14 @@ void put_back(Sharding& sharding, Whole& whole) noexcept {
   }
   sharding.drop_unpinned();
   sharding.restored = true;
-  for (auto& parameter : sharding.parameters) parameter->shard.reset();
-  for (auto& unit : sharding.units) unit->flat_shard.reset();
+  for (auto& unit : sharding.units) {
+    unit->flat_shard.reset();
+    unit->gradient_memory.reset();
+    for (auto& run : unit->runs) {
+      for (auto& slice : run->joined) slice->tensor.reset();
+      for (auto& slice : run->single) slice->tensor.reset();
+    }
+  }
 }
 
 absl::Status guarded(const Where& where, const std::function<absl::Status()>& body) {

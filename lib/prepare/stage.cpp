@@ -95,13 +95,46 @@ absl::Status stage_parameter(const plan::CensusParameter& from, Parameter& param
   if (at::isFloatingType(parameter.dtype)) {  // others never have a gradient
     staged.hook = std::make_unique<runtime::GradientHook>(sharding.shared_from_this(), parameter);
   }
-  parameter.shard = sharding.make_shard(parameter);
   if (from.tensor.grad().defined()) {
     auto gradient = sync(parameter.in_memory_order(from.tensor.grad()), absl::StrCat("gradient of parameter '", parameter.name, "'"));
     if (!gradient.ok()) return gradient.status();
-    staged.facade = sharding.make_gradient_handles(parameter, cut(*gradient, parameter));
+    staged.gradient = cut(*gradient, parameter);
   }
   return absl::OkStatus();
+}
+
+// Parameters with equal keys are stepped alike from here on: same places, state of one kind and count, a gradient or none.
+std::string run_key(const plan::Census& census, const plan::CensusParameter& parameter) {
+  std::string key = absl::StrCat(parameter.tensor.grad().defined() ? "gradient" : "none");
+  for (const Holder& holder : parameter.holders) {
+    absl::StrAppend(&key, ";", holder.optimizer, ",", holder.group);
+    const auto* state = plan::state_of(*census.optimizers[holder.optimizer], parameter.tensor);
+    if (state == nullptr) continue;
+    const optim::StateParts parts = census.adapters[holder.optimizer]->take_apart(*state);
+    for (const auto& [name, value] : parts.scalars) absl::StrAppend(&key, " ", name, "=", value);
+    for (const auto& [name, tensor] : parts.tensors) {
+      absl::StrAppend(&key, " ", name, ":", c10::toString(tensor.scalar_type()));
+      // One number for a whole parameter cannot be shared with its neighbours.
+      if (tensor.dim() == 0 && parameter.tensor.dim() > 0) absl::StrAppend(&key, "of ", parameter.names.front());
+    }
+  }
+  return key;
+}
+
+// The gradients there are at prepare, on the slices; and facades for the windows.
+void stage_gradients(Sharding& sharding, std::vector<StagedParameter>& staged) {
+  for (auto& unit : sharding.units) {
+    const auto has = [&](const Parameter& parameter) { return staged[parameter.index].gradient.defined(); };
+    if (std::none_of(unit->parameters.begin(), unit->parameters.end(), [&](const Parameter* p) { return has(*p); })) continue;
+    const at::Tensor flat = at::zeros({unit->shard_numel}, at::TensorOptions().dtype(unit->dtype));
+    for (Parameter* parameter : unit->parameters) {
+      if (!has(*parameter)) continue;
+      flat.narrow(0, parameter->shard_offset, parameter->shard_interval.numel()).copy_(staged[parameter->index].gradient);
+      staged[parameter->index].gradient.reset();
+      staged[parameter->index].facade = sharding.make_facade(*parameter);
+    }
+    sharding.distribute(*unit, flat, [&](const Parameter& parameter) { return staged[parameter.index].facade.defined(); });
+  }
 }
 
 using Indices = absl::flat_hash_map<const c10::TensorImpl*, int>;
@@ -111,11 +144,9 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
   torch::optim::Optimizer& optimizer = *census.optimizers[index];
   const optim::Adapter& adapter = *census.adapters[index];
   staged.optimizer = &optimizer;
-  for (const auto& group : optimizer.param_groups()) {
-    staged.groups.emplace_back();
-    staged.groups.back().reserve(group.params().size());
-  }
+  staged.groups.resize(optimizer.param_groups().size());
   absl::flat_hash_set<void*> carried;
+  absl::flat_hash_map<int, optim::StateParts> parts_of_member;
   for (size_t i = 0; i < census.parameters.size(); ++i) {
     const plan::CensusParameter& from = census.parameters[i];
     Parameter& parameter = *sharding.parameters[i];
@@ -133,7 +164,19 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
       // One number for the whole parameter stays; of a parameter without dimensions it is its only element.
       tensor = is_one_number ? whole->clone() : cut(*whole, parameter);
     }
-    staged.state[parameter.shard.unsafeGetTensorImpl()] = adapter.put_together(parts);
+    parts_of_member[parameter.index] = std::move(parts);
+  }
+  for (const auto& unit : sharding.units) {
+    for (const auto& run : unit->runs) {
+      std::vector<optim::StateParts> members;
+      for (const Parameter* member : run->members) {
+        if (auto found = parts_of_member.find(member->index); found != parts_of_member.end()) members.push_back(std::move(found->second));
+      }
+      if (members.empty()) continue;  // all members have state or none has
+      for (auto& [slice, state] : runtime::state_for_slices(*run, members, adapter)) {
+        staged.state[slice->tensor.unsafeGetTensorImpl()] = std::move(state);
+      }
+    }
   }
   // State of tensors that are in no group any more is not ours to drop.
   for (const auto& [key, state] : optimizer.state()) {
@@ -153,10 +196,17 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
       }
     }
     std::sort(members.begin(), members.end());
+    absl::flat_hash_set<const runtime::Run*> placed;
     for (const auto& [position, parameter] : members) {
-      staged.groups[g].push_back(parameter->shard);
-      record.placed.push_back(parameter->index);
+      if (!placed.insert(parameter->run).second) continue;  // in the place of its first member
+      for (const auto* slices : {&parameter->run->joined, &parameter->run->single}) {
+        for (const auto& slice : *slices) {
+          staged.groups[g].push_back(slice->tensor);
+          record.placed.push_back(slice->tensor.unsafeGetTensorImpl());
+        }
+      }
     }
+    optimizer.param_groups()[g].params().reserve(staged.groups[g].size());  // the commit must not allocate
   }
   return absl::OkStatus();
 }
@@ -192,6 +242,10 @@ absl::Status stage(const plan::Census& census, const FsdpOptions& options, Stage
       return status;
     }
   }
+  std::vector<std::string> keys;
+  for (const plan::CensusParameter& parameter : census.parameters) keys.push_back(run_key(census, parameter));
+  sharding.make_runs(keys, options.coalesce);
+  stage_gradients(sharding, staged.parameters);
   sharding.groups.resize(census.optimizers.size());
   staged.optimizers.resize(census.optimizers.size());
   Indices indices;
@@ -214,7 +268,7 @@ void commit_optimizer(StagedOptimizer& staged) noexcept {
   for (size_t g = 0; g < staged.groups.size(); ++g) {
     std::vector<at::Tensor>& params = groups[g].params();  // the vector that schedulers and references know
     params.clear();
-    for (at::Tensor& tensor : staged.groups[g]) params.push_back(std::move(tensor));  // never more than there were
+    for (at::Tensor& tensor : staged.groups[g]) params.push_back(std::move(tensor));  // within what was reserved
   }
 }
 

@@ -13,6 +13,7 @@
 #include "lib/plan/census.h"
 #include "lib/runtime/hook.h"
 #include "lib/runtime/sharding.h"
+#include "lib/runtime/slice_state.h"
 
 namespace rebind::prepare {
 
@@ -22,6 +23,7 @@ struct StagedParameter {
   at::Tensor original;  // the model's tensor, as yet plain; dropped at the commit
   at::Tensor window;    // what it becomes
   at::Tensor facade;    // its gradient handle, or undefined
+  at::Tensor gradient;  // this rank's part of its gradient, until that is on the slices
   std::unique_ptr<runtime::GradientHook> hook;
 };
 

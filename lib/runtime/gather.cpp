@@ -34,7 +34,7 @@ void Sharding::pin_values(Parameter& parameter) {
 void Sharding::pin_gradients(Parameter& parameter) {
   if (moved_) check_windows();
   settle(parameter);
-  if (parameter.shard_gradient == nullptr) {
+  if (!parameter.reduced) {
     throw_error(where("use of a gradient", &parameter), "it was cleared (zero_grad) and is kept by a handle of the program's own",
                 "Clone a gradient to keep it");
   }
@@ -127,9 +127,12 @@ void Sharding::post_gather(Unit& unit, Space& space, bool gradients, bool servic
   if (gradients) {
     if (part_bytes > 0) std::memset(own, 0, part_bytes);
     for (Parameter* parameter : unit.parameters) {
-      const KeyedStorage* gradient = parameter->shard_gradient;
-      if (gradient == nullptr || gradient->hidden() || gradient->nbytes() == 0) continue;
-      std::memcpy(own + parameter->shard_offset * unit.item_bytes, gradient->data(), gradient->nbytes());
+      if (!parameter->reduced) continue;
+      char* to = own + parameter->shard_offset * unit.item_bytes;
+      for (const at::Tensor& part : gradient_parts(*parameter)) {
+        std::memcpy(to, part.data_ptr(), part.nbytes());
+        to += part.nbytes();
+      }
     }
   } else if (part_bytes > 0) {
     std::memcpy(own, unit.flat_shard.data_ptr(), part_bytes);
@@ -184,7 +187,9 @@ void* Sharding::values_of(Parameter& parameter) {
 
 void* Sharding::gradients_of(Parameter& parameter) {
   if (world_size() > 1) return parameter.unit->gradients.memory.data() + parameter.offset * parameter.item_bytes;
-  return parameter.shard_gradient->mutable_data();
+  // Its parts in several slices lie one after another: all are views of one flat gradient.
+  const std::vector<at::Tensor> parts = gradient_parts(parameter);
+  return parts.empty() ? nullptr : parts.front().data_ptr();
 }
 
 void Sharding::write_through_values(Parameter& parameter) {
@@ -202,11 +207,12 @@ void Sharding::write_through_values(Parameter& parameter) {
 void Sharding::write_through_gradients(Parameter& parameter) {
   if (world_size() == 1) return;
   Unit& unit = *parameter.unit;
-  KeyedStorage* gradient = parameter.shard_gradient;
-  if (gradient != nullptr && gradient->nbytes() > 0) {
-    std::memcpy(gradient->mutable_data(),
-                static_cast<char*>(gradients_of(parameter)) + parameter.shard_interval.begin * unit.item_bytes,
-                gradient->nbytes());
+  if (parameter.reduced) {
+    const char* from = static_cast<char*>(gradients_of(parameter)) + parameter.shard_interval.begin * unit.item_bytes;
+    for (const at::Tensor& part : gradient_parts(parameter)) {
+      std::memcpy(part.data_ptr(), from, part.nbytes());
+      from += part.nbytes();
+    }
   }
   unit.gradients.stale[parameter.slot_in_unit] = true;
 }
@@ -214,7 +220,7 @@ void Sharding::write_through_gradients(Parameter& parameter) {
 std::vector<at::Tensor> Sharding::copy_whole(bool gradients) {
   std::vector<at::Tensor> whole(parameters.size());
   for (auto& unit : units) {
-    const auto has_any = [&](const Parameter* parameter) { return !gradients || parameter->shard_gradient != nullptr; };
+    const auto has_any = [&](const Parameter* parameter) { return !gradients || parameter->reduced; };
     if (std::none_of(unit->parameters.begin(), unit->parameters.end(), has_any)) continue;  // on all ranks alike
     Space& space = gradients ? unit->gradients : unit->values;
     if (world_size() > 1) gather(*unit, space, gradients, /*service=*/true);

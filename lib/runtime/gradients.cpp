@@ -1,5 +1,6 @@
 // From autograd's whole local gradient on a window to this rank's part of the mean on the shard.
 #include <ATen/Functions.h>
+#include <absl/cleanup/cleanup.h>
 #include <absl/strings/str_cat.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -110,17 +111,47 @@ void Sharding::take_gradient(Parameter& parameter, at::Tensor gradient) {
   if (KeyedStorage::of(gradient) != nullptr) gradient = gradient.clone();
   // Added out of place: the tensor may be shared with another parameter or held by a user's hook.
   parameter.pending = parameter.pending.defined() ? parameter.pending + gradient : std::move(gradient);
+  parameter.waiting = true;
   if (at::Tensor window = parameter.lock_window(); window.defined()) put_handles(parameter, window);
 }
 
+namespace {
+
+// Lives as long as the backward's graph task. An exception ends that without a callback, but not without this.
+struct BackwardEnd {
+  explicit BackwardEnd(std::weak_ptr<Sharding> sharding_of_task) : sharding(std::move(sharding_of_task)) {}
+  BackwardEnd(const BackwardEnd&) = delete;
+  BackwardEnd& operator=(const BackwardEnd&) = delete;
+  ~BackwardEnd() {
+    if (const std::shared_ptr<Sharding> alive = sharding.lock()) alive->backward_ended();
+  }
+  std::weak_ptr<Sharding> sharding;
+};
+
+}  // namespace
+
 void Sharding::queue_finish() {
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->finish_backward(); });
+  auto end = std::make_shared<BackwardEnd>(weak_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), end] { self->finish_backward(); });
+}
+
+void Sharding::backward_ended() noexcept {
+  std::lock_guard lock(mutex);
+  // After an exception some members of a run have a gradient and some may not: nobody knows before they are reduced, and then an
+  // optimizer may be walking over the slices. Now none is.
+  for (auto& unit : units) {
+    for (auto& run : unit->runs) {
+      if (run->is_joined && run->joined.front()->gradient != nullptr && !run->joined.front()->values.defined()) make_single(*run);
+    }
+  }
 }
 
 void Sharding::finish_backward() {
   std::lock_guard lock(mutex);
   if (restored) return;
   graph_task_ = -1;
+  finishing_ = true;
+  absl::Cleanup done = [this] { finishing_ = false; };
   std::vector<uint64_t> words(words_for(units.size()));
   for (auto& unit : units) {
     if (unit->has_pending()) set_bit(words, unit->index);
@@ -146,17 +177,51 @@ void Sharding::finish_backward() {
   drop_unpinned();
 }
 
+void Sharding::reduce_alone(Unit& unit) {
+  std::vector<bool> present(unit.parameters.size());
+  for (const Parameter* parameter : unit.parameters) present[parameter->slot_in_unit] = parameter->pending.defined();
+  if (coalesce_) {
+    const at::Tensor mean = memory_for_gradient(unit, unit.dtype);
+    pack(unit, unit.dtype, static_cast<char*>(mean.data_ptr()));
+    if (divide_factor != 1) mean.div_(divide_factor);
+    return place(unit, mean, present);
+  }
+  // A slice is a parameter, and its gradient may stay where autograd put it.
+  for (Parameter* parameter : unit.parameters) {
+    if (!parameter->pending.defined()) continue;
+    at::Tensor values = parameter->in_memory_order(std::exchange(parameter->pending, at::Tensor()));
+    if (divide_factor != 1) values = values.div(divide_factor);
+    Slice& slice = *parameter->singles.front();
+    slice.values.defined() ? static_cast<void>(slice.values.add_(values)) : set_gradient(slice, values);
+    parameter->reduced = true;
+  }
+  place(unit, {}, std::vector<bool>(present.size()));
+}
+
+at::Tensor Sharding::memory_for_gradient(Unit& unit, at::ScalarType dtype) {
+  at::Tensor& memory = unit.gradient_memory;
+  if (!memory.defined() || memory.storage().use_count() > 1) memory = at::empty({unit.shard_numel}, at::TensorOptions().dtype(dtype));
+  return memory.view({-1});
+}
+
+void Sharding::place(Unit& unit, const at::Tensor& mean, const std::vector<bool>& present) {
+  std::vector<bool> placed(present.size());
+  for (Parameter* parameter : unit.parameters) {
+    const bool cleared = std::exchange(parameter->cleared, false);
+    if (!parameter->pending.defined()) parameter->waiting = false;
+    if (!present[parameter->slot_in_unit] || cleared) continue;
+    at::Tensor window = parameter->lock_window();
+    if (!window.defined()) continue;  // the model is gone; nobody can step it
+    placed[parameter->slot_in_unit] = true;
+    ClosingScope on_purpose(*this);
+    if (parameter->facade == nullptr) window.mutable_grad() = make_facade(*parameter);
+  }
+  if (mean.defined()) distribute(unit, mean, [&](const Parameter& parameter) { return placed[parameter.slot_in_unit]; });
+}
+
 void Sharding::reduce(Unit& unit) {
   at::NoGradGuard no_grad;
-  if (world_size() == 1) {
-    for (Parameter* parameter : unit.parameters) {
-      if (!parameter->pending.defined()) continue;
-      at::Tensor piece = parameter->in_memory_order(std::exchange(parameter->pending, at::Tensor()));
-      if (divide_factor != 1) piece = piece.div(divide_factor);
-      attach_gradient(*parameter, piece);
-    }
-    return;
-  }
+  if (world_size() == 1) return reduce_alone(unit);
   finish_reduction(unit);
   std::vector<uint64_t> words(words_for(unit.parameters.size()));
   for (const Parameter* parameter : unit.parameters) {
@@ -171,11 +236,7 @@ void Sharding::reduce(Unit& unit) {
   }
   if (!flat) flat = Arena::outside(bytes);
   pack(unit, dtype, flat.data());
-  const at::TensorOptions options = at::TensorOptions().dtype(dtype);
-  if (!unit.gradient_memory.defined() || unit.gradient_memory.storage().use_count() > 1) {
-    unit.gradient_memory = at::empty({unit.shard_numel}, options);
-  }
-  unit.reduction = Reduction{.flat = std::move(flat), .mean = unit.gradient_memory.view({-1}), .scatter = {}};
+  unit.reduction = Reduction{.flat = std::move(flat), .mean = memory_for_gradient(unit, dtype), .scatter = {}};
   unit.reduction->scatter = communicator->post_reduce_scatter(
       {.kind = comm::Kind::kReduceScatter, .unit = static_cast<uint32_t>(unit.index), .epoch = epoch_,
        .name = absl::StrCat("gradients of unit '", unit.name, "'")},
@@ -193,44 +254,36 @@ void Sharding::finish_reduction(Unit& unit) {
   const Reduction reduction = *std::exchange(unit.reduction, std::nullopt);
   if (!status.ok()) throw c10::Error(std::string(status.message()), nullptr);
   const comm::Words& present = comm::Communicator::words_of(reduction.scatter);
-  const at::Tensor mean = reduction.mean.to(unit.dtype);
-  for (Parameter* parameter : unit.parameters) {
-    if (std::exchange(parameter->cleared, false) || !any_rank_has(present, parameter->slot_in_unit)) continue;
-    attach_gradient(*parameter, mean.narrow(0, parameter->shard_offset, parameter->shard_interval.numel()));
-  }
-}
-
-void Sharding::attach_gradient(Parameter& parameter, const at::Tensor& piece) {
-  at::Tensor window = parameter.lock_window();
-  if (!window.defined()) return;  // the model is gone; nobody can step it
-  put_handles(parameter, window);
-  KeyedStorage& storage = *parameter.shard_gradient;
-  if (storage.hidden()) {
-    storage.expose(piece.data_ptr(), std::make_shared<at::Tensor>(piece));
-  } else {
-    at::from_blob(storage.mutable_data(), {parameter.shard_interval.numel()}, piece.options()).add_(piece);
-  }
-  parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+  std::vector<bool> is_present(unit.parameters.size());
+  for (size_t i = 0; i < is_present.size(); ++i) is_present[i] = any_rank_has(present, i);
+  place(unit, reduction.mean.to(unit.dtype), is_present);
 }
 
 void Sharding::settle(Parameter& parameter) {
   // A side that the program cleared while it kept a copy of the handle could not tell us (Note: Gradient states).
   const at::Tensor window = parameter.lock_window();
   const bool window_cleared = parameter.facade != nullptr && window.defined() && !window.grad().defined();
-  const bool shard_cleared = parameter.shard_gradient != nullptr && !parameter.shard.grad().defined();
-  if (window_cleared || shard_cleared) return forget_gradient(parameter);
+  if (window_cleared) return forget_gradient(parameter);
+  if (slices_cleared(parameter)) {
+    for (Slice* slice : slices_of(parameter)) {
+      for (Parameter* member : slice->members) forget_gradient(*member);
+    }
+    return;
+  }
   if (parameter.pending.defined()) reduce(*parameter.unit);
   finish_reduction(*parameter.unit);
 }
 
-void Sharding::use_shard_gradient(Parameter& parameter) {
-  const at::Tensor window = parameter.lock_window();
-  if (window.defined() && !window.grad().defined()) {
-    // The program keeps a handle on the gradient it cleared, so the storage could not tell us (Note: Gradient states).
-    throw_error(where("optimizer.step()", &parameter), "its gradient was cleared on the model while the program kept a copy of the handle",
-                "Clone a gradient to keep it");
+void Sharding::use_slice_gradient(Slice& slice) {
+  for (Parameter* member : slice.members) {
+    const at::Tensor window = member->lock_window();
+    if (member->facade != nullptr && window.defined() && !window.grad().defined()) {
+      // The program keeps a handle on the gradient it cleared, so the storage could not tell us (Note: Gradient states).
+      throw_error(where("optimizer.step()", member), "its gradient was cleared on the model while the program kept a copy of the handle",
+                  "Clone a gradient to keep it");
+    }
   }
-  settle(parameter);
+  for (Parameter* member : slice.members) settle(*member);
 }
 
 }  // namespace rebind::runtime

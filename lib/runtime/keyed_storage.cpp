@@ -39,6 +39,17 @@ KeyedStorage::KeyedStorage(Role role, Parameter& parameter, const std::shared_pt
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+KeyedStorage::KeyedStorage(Role role, Slice& slice, const std::shared_ptr<Sharding>& sharding, int64_t nbytes,
+                           const std::string& message)
+    : c10::StorageImpl(use_byte_size_t(), nbytes, at::DataPtr(nullptr, at::Device(at::kCPU)), /*allocator=*/nullptr,
+                       /*resizable=*/false),
+      role_(role),
+      parameter_(slice.members.front()),
+      slice_(&slice),
+      weak_(sharding) {
+  release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
 KeyedStorage* KeyedStorage::of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage()) return nullptr;

@@ -21,11 +21,12 @@ namespace rebind::runtime {
 
 class Sharding;
 struct Parameter;
+struct Slice;
 
 enum class Role : uint8_t {
   kWindow,         // a model parameter on its unit's gathered parameters; hidden unless an operator runs
   kFacade,         // its .grad, on the unit's gathered gradients; hidden unless an operator runs
-  kShard,          // what the optimizer holds in its place
+  kShard,          // a slice of the flat shard, which the optimizer holds
   kShardGradient,  // the .grad of that; hidden until it is reduced
 };
 
@@ -34,14 +35,16 @@ class KeyedStorage final : public c10::StorageImpl {
   // Hidden, with the size of `nbytes`. A window keeps its sharding alive, the others do not.
   KeyedStorage(Role role, Parameter& parameter, const std::shared_ptr<Sharding>& sharding, int64_t nbytes,
                const std::string& message);
+  KeyedStorage(Role role, Slice& slice, const std::shared_ptr<Sharding>& sharding, int64_t nbytes, const std::string& message);
   ~KeyedStorage() override { tell_released(); }
 
   // The storage behind `tensor` if it is one of ours, else null.
   static KeyedStorage* of(const at::Tensor& tensor);
 
   Role role() const { return role_; }
-  // Valid while lock() is not null.
+  // Valid while lock() is not null. Of a slice the first parameter in it.
   Parameter& parameter() const { return *parameter_; }
+  Slice& slice() const { return *slice_; }  // of kShard and kShardGradient
   std::shared_ptr<Sharding> lock() const { return strong_ ? strong_ : weak_.lock(); }
 
   // Raw accesses reach `memory`, which outlives the next hide(), or `keep_alive` holds it.
@@ -60,6 +63,7 @@ class KeyedStorage final : public c10::StorageImpl {
 
   const Role role_;
   Parameter* const parameter_;
+  Slice* const slice_ = nullptr;
   std::shared_ptr<Sharding> strong_;
   std::weak_ptr<Sharding> weak_;
   bool hidden_ = true;

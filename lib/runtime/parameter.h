@@ -1,12 +1,13 @@
 // What the runtime knows of one parameter: its window in the model, its shard in the optimizers, its gradient in between.
 //
-// Note: Gradient states. A parameter's gradient is in one of these states, and both handles agree on it:
-//                     window.grad()        shard.grad()                 pending
-//   none              undefined            undefined                    undefined
-//   pending           facade               hidden, or the older sum     this rank's whole gradient, not reduced yet
-//   reduced           facade               this rank's part             undefined
-// While its unit's Reduction is under way a parameter counts as pending: its gradient is packed, so `pending` is undefined already.
-// zero_grad on either side drops one handle; its storage tells us (Sharding::storage_released) and the other one follows.
+// Note: Gradient states. A parameter's gradient is in one of these states, and both sides agree on it:
+//                     window.grad()    grad() of its slices         flags              pending
+//   none              undefined        undefined                    -                  undefined
+//   waiting           facade           hidden, or the older sum     waiting            this rank's whole gradient, or undefined
+//                                                                                      once it is packed into a Reduction
+//   reduced           facade           this rank's part             reduced            undefined
+// (an older sum: reduced and waiting)
+// zero_grad on either side drops one handle; its storage tells us (Sharding::storage_released) and the other side follows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,8 @@
 namespace rebind::runtime {
 
 struct Unit;
+struct Run;
+struct Slice;
 
 struct Parameter {
   int index = 0;  // in FsdpPlan::parameters
@@ -40,13 +43,14 @@ struct Parameter {
 
   // Not owned: the model owns the window, and the window (through its hook and storage) the sharding.
   c10::weak_intrusive_ptr<c10::TensorImpl> window{c10::intrusive_ptr<c10::TensorImpl>()};
-  at::Tensor shard;
+  Run* run = nullptr;
+  std::vector<Slice*> singles;  // its own slices, active unless the run is joined
 
   at::Tensor pending;
+  bool waiting = false, reduced = false;
   bool arrived = false;                     // its hook has fired in the current backward
   bool cleared = false;                     // by the program, while its unit's Reduction was under way
   KeyedStorage* facade = nullptr;           // null: the window has no gradient of ours
-  KeyedStorage* shard_gradient = nullptr;   // null: the shard has no gradient of ours
 
   // Undefined if the model is gone.
   at::Tensor lock_window() const {

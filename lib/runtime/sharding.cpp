@@ -74,7 +74,8 @@ Sharding::Sharding(const FsdpPlan& plan_value, const FsdpOptions& options, const
       group(std::move(group_value)),
       timeout(options.collective_timeout),
       divide_factor(options.gradient_divide_factor.value_or(plan_value.world_size)),
-      prefetch_units_(options.prefetch_units) {
+      prefetch_units_(options.prefetch_units),
+      coalesce_(options.coalesce) {
   for (size_t i = 0; i < plan.parameters.size(); ++i) {
     const ParameterPlan& from = plan.parameters[i];
     auto parameter = std::make_unique<Parameter>();
@@ -146,20 +147,22 @@ Parameter* Sharding::find(const std::string& name) {
   return nullptr;
 }
 
-void Sharding::shard_written(Parameter& parameter, const at::Tensor& tensor) {
-  Space& values = parameter.unit->values;
+void Sharding::shard_written(Slice& slice, const at::Tensor& tensor) {
+  Unit& unit = *slice.run->unit;
   if (live_bytes_ > 0) {
     // A step: whatever is still gathered has had its last use.
-    if (values.memory) values.stale[parameter.slot_in_unit] = true;
+    for (const Parameter* member : slice.members) unit.values.stale[member->slot_in_unit] = true;
     drop_unpinned();
   }
-  // A backward through an older graph must fail where the plain program's fails: if the written tensor shares the shard's version
-  // counter (the parameter itself and its views do, data() does not), the window's counter moves too. Sharing has no query, so a
-  // trial bump tells; what it outdates is outdated by the write anyway.
-  const auto before = parameter.shard._version();
+  // A backward through an older graph must fail where the plain program's fails: if the written tensor shares the slice's version
+  // counter (the tensor itself and its views do, data() does not), the windows' counters move too, on every rank those of all
+  // members. Sharing has no query, so a trial bump tells; what it outdates is outdated by the write anyway.
+  const auto before = slice.tensor._version();
   tensor.unsafeGetTensorImpl()->bump_version();
-  if (parameter.shard._version() == before) return;
-  if (at::Tensor window = parameter.lock_window(); window.defined()) window.unsafeGetTensorImpl()->bump_version();
+  if (slice.tensor._version() == before) return;
+  for (const Parameter* member : slice.members) {
+    if (at::Tensor window = member->lock_window(); window.defined()) window.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 RuntimeStats Sharding::stats() {

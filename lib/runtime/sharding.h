@@ -8,7 +8,8 @@
 //   I2  an operator reads a parameter only from a Space that is not stale for it
 //   I3  gathered Spaces fit into `gathered`, unless one operator needs more; none is left at the end of backward or after a step
 //   I4  the shard holds every value that this rank owns; whatever was written to a window is in the shard when the operator returns
-//   I5  window.grad() and shard.grad() are both ours or both undefined (Note: Gradient states)
+//   I5  window.grad() and the slices' grad() are both ours or both undefined (Note: Gradient states)
+//   I6  each element of a shard is in one active slice (Note: Runs)
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,9 +32,10 @@
 
 namespace rebind::runtime {
 
-// One optimizer group, as parameter indices: what prepare put there, and what was there before (duplicates included).
+// One optimizer group: the tensors that prepare put there, and the parameters that were there before (duplicates included).
 struct GroupRecord {
-  std::vector<int> placed, original;
+  std::vector<const c10::TensorImpl*> placed;
+  std::vector<int> original;  // indices of parameters
 };
 
 class Sharding : public std::enable_shared_from_this<Sharding> {
@@ -68,9 +70,6 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   // --- windows (windows.cpp)
   at::Tensor make_window(Parameter& parameter);
   at::Tensor make_facade(Parameter& parameter);
-  at::Tensor make_shard(Parameter& parameter);
-  // For prepare: gives the shard the gradient `piece` (this rank's part) and returns the facade for the window.
-  at::Tensor make_gradient_handles(Parameter& parameter, const at::Tensor& piece);
   // Throws unless the model's parameters are still our windows; puts them back first, so that nothing is left half moved.
   void check_windows();
   void check_window(Parameter& parameter);
@@ -78,6 +77,16 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   void check_gradient(Parameter& parameter);
   // A storage of ours has lost its last tensor. Called from destructors: never throws.
   void storage_released(KeyedStorage& storage) noexcept;
+
+  // --- runs and slices (runs.cpp)
+  // For prepare. Parameters that lie side by side and have equal keys may be one run; `coalesce` off: each is one by itself.
+  void make_runs(const std::vector<std::string>& keys, bool coalesce);
+  // Puts this rank's part of a unit's gradients in place on the slices: sets or adds it for each parameter that is `present`.
+  void distribute(Unit& unit, const at::Tensor& mean, const std::function<bool(const Parameter&)>& present);
+  void put_slice_handles(Parameter& parameter);
+  void forget_on_slices(Parameter& parameter) noexcept;
+  // The program cleared the gradient of a slice, by its handle.
+  bool slices_cleared(const Parameter& parameter) const;
 
   // --- gathering (gather.cpp)
   // Makes `parameter` present and fresh in its unit's values or gradients, and pins that Space. Throws; collective.
@@ -105,17 +114,19 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   void reduce(Unit& unit);
   void finish_reduction(Unit& unit);
   void finish_backward();
+  // Also by an exception.
+  void backward_ended() noexcept;
   // The gradient of `parameter` is about to be used: reduces its unit if it must.
   void settle(Parameter& parameter);
-  // An operator is about to use the shard's gradient: settled, and refused if the window's side was cleared.
-  void use_shard_gradient(Parameter& parameter);
-  // Puts a gradient (this rank's part, 1-D) in place on both sides.
-  void attach_gradient(Parameter& parameter, const at::Tensor& piece);
+  // An operator is about to use a slice's gradient: settled, and refused if the window's side was cleared.
+  void use_slice_gradient(Slice& slice);
   void forget_gradient(Parameter& parameter) noexcept;
+  // The p-norm over all ranks' `parts` (plain tensors). Throws; collective.
+  double norm_over_ranks(const std::vector<at::Tensor>& parts, double p, const std::string& name);
 
   // --- optimizer side
-  // A shard was written through `tensor`: the gathered copy is stale, older graphs are outdated.
-  void shard_written(Parameter& parameter, const at::Tensor& tensor);
+  // A slice was written through `tensor`: the gathered copy is stale, older graphs are outdated.
+  void shard_written(Slice& slice, const at::Tensor& tensor);
 
   RuntimeStats stats();
   void reset_stats();
@@ -137,13 +148,23 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   void await_gather(Space& space);
   void prefetch();
   void drop(Space& space);
-  at::Tensor make_shard_gradient(Parameter& parameter);
+  at::Tensor make_slice_tensor(Slice& slice, bool active);
+  void put_handle(Slice& slice);
+  void set_gradient(Slice& slice, at::Tensor values);
+  void remove_handle(Slice& slice) noexcept;
+  void make_joined(Run& run);
+  void make_single(Run& run);
   void put_handles(Parameter& parameter, const at::Tensor& window);
   void drop_pending(Parameter& parameter) noexcept;
+  void reduce_alone(Unit& unit);
+  at::Tensor memory_for_gradient(Unit& unit, at::ScalarType dtype);
+  // The reduced gradients of a unit have come: handles on both sides, values on the slices.
+  void place(Unit& unit, const at::Tensor& mean, const std::vector<bool>& present);
   void queue_finish();
   void set_live_bytes(int64_t change);
 
   const int prefetch_units_;
+  const bool coalesce_;
   Schedule schedule_;
   uint64_t uses_ = 0;            // of units, for the order of last uses
   std::deque<Unit*> reductions_; // under way, oldest first
@@ -152,6 +173,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   int graph_task_ = -1;          // the backward whose end finish_backward is queued for
   bool moved_ = false;           // a window's storage has gone: check_windows has something to do
   const Parameter* unhooked_ = nullptr;  // its gradients are not seen any more
+  bool finishing_ = false;       // in finish_backward
   bool closing_ = false;         // storages are released on purpose
   double waited_at_reset_ = 0;
 

@@ -133,11 +133,8 @@ bool take_accumulated(const OperatorInfo& info, const Touches& touches, Stack* s
                 "a gradient that has a graph cannot be kept in .grad of a shard", "Use torch::autograd::grad for gradients of gradients");
   }
   std::lock_guard lock(sharding.mutex);
-  if (!parameter.shard.grad().defined()) {
-    // zero_grad on the optimizer while the program kept a handle on the shard's gradient: the older sum is dropped.
-    parameter.shard_gradient = nullptr;
-    parameter.pending.reset();
-  }
+  // zero_grad on the optimizer while the program kept a handle on a slice's gradient: the older sum is dropped.
+  if (sharding.slices_cleared(parameter)) sharding.forget_gradient(parameter);
   sharding.take_gradient(parameter, (*stack)[stack->size() - info.arguments + 1].toTensor());
   torch::jit::drop(*stack, info.arguments);
   stack->emplace_back(facade.tensor);
@@ -164,16 +161,35 @@ bool run_on_shard(const c10::OperatorHandle& op, const OperatorInfo& info, c10::
       !others_are_scalars(info, *stack)) {
     return false;
   }
+  std::vector<at::Tensor> parts;
   {
     std::lock_guard lock(sharding.mutex);
     sharding.settle(parameter);
-    if (!parameter.shard.grad().defined()) return false;
+    if (!parameter.reduced) return false;
     parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+    parts = gradient_parts(parameter);
   }
-  (*stack)[stack->size() - info.arguments] = parameter.shard.grad();
-  run(op, info, keys, stack);
-  stack->back() = tensor;
+  for (at::Tensor& part : parts) {
+    Stack call(stack->end() - static_cast<std::ptrdiff_t>(info.arguments), stack->end());
+    call.front() = std::move(part);
+    run(op, info, keys, &call);
+  }
+  torch::jit::drop(*stack, info.arguments);
+  stack->emplace_back(tensor);
   return true;
+}
+
+// The p-norm of a slice over all ranks. A slice has a part of several parameters, so the ranks' sums meet instead of a gather.
+at::Tensor norm_over_ranks(Sharding& sharding, Slice& slice, double p) {
+  sharding.use_slice_gradient(slice);
+  std::vector<at::Tensor> parts;
+  for (const Parameter* member : slice.members) {
+    for (const Part& part : parts_of(*member)) {
+      if (part.slice == &slice) parts.push_back(slice.values.narrow(0, part.in_slice, part.numel));
+    }
+  }
+  const double norm = sharding.norm_over_ranks(parts, p, "the norm of a gradient");
+  return at::scalar_tensor(norm, slice.values.options());
 }
 
 // A p-norm of a whole shard gradient is a question about the parameter: LibTorch's clipping over an optimizer's list asks it.
@@ -182,11 +198,19 @@ bool answer_norm(const c10::OperatorHandle& op, const OperatorInfo& info, c10::D
   Sharding& sharding = *part.sharding;
   if (part.role() != Role::kShardGradient || sharding.world_size() == 1) return false;
   Parameter& parameter = part.parameter();
+  Slice& slice = part.storage->slice();
   c10::IValue* arguments = &(*stack)[stack->size() - info.arguments];
   const bool by_dimension = info.arguments > 2 && !arguments[2].isNone();  // linalg_vector_norm(self, ord, dim, ...)
-  if (touches.size() != 1 || part.tensor.numel() != parameter.shard_interval.numel() || by_dimension) {
+  if (touches.size() != 1 || part.tensor.numel() != slice.numel() || by_dimension) {
     throw_error(sharding.where(absl::StrCat("operator ", info.name), &parameter), "the norm of a piece of a shard",
                 "Use model->parameters(), or fsdp->clip_grad_norm(max_norm, norm_type)");
+  }
+  if (slice.members.size() > 1 || slices_of(parameter).size() > 1) {
+    std::lock_guard lock(sharding.mutex);
+    const at::Tensor norm = norm_over_ranks(sharding, slice, arguments[1].toScalar().toDouble());
+    torch::jit::drop(*stack, info.arguments);
+    stack->emplace_back(norm);
+    return true;
   }
   {
     std::lock_guard lock(sharding.mutex);
@@ -240,10 +264,16 @@ class Presence {
         if (touched.storage->pins++ == 0) touched.storage->expose(sharding.gradients_of(parameter));
         break;
       case Role::kShard:
-        if (touched.written) sharding.check_window(parameter);
+        if (touched.written) {
+          for (Parameter* member : touched.storage->slice().members) sharding.check_window(*member);
+        }
         return;
       case Role::kShardGradient:
-        if (parameter.shard_gradient == touched.storage) sharding.use_shard_gradient(parameter);
+        if (touched.storage->slice().gradient == touched.storage) sharding.use_slice_gradient(touched.storage->slice());
+        if (touched.storage->hidden()) {
+          throw_error(sharding.where("use of a gradient", &parameter), "it was cleared before it was reduced, and is kept by a handle",
+                      "Take it from the tensor again, and clone a gradient to keep it");
+        }
         return;
     }
     touched.pinned = true;
@@ -263,10 +293,10 @@ class Presence {
             if (touched.pinned) sharding.write_through_gradients(parameter);
             break;
           case Role::kShard:
-            sharding.shard_written(parameter, touched.tensor);
+            sharding.shard_written(touched.storage->slice(), touched.tensor);
             break;
           case Role::kShardGradient:
-            parameter.unit->gradients.stale[parameter.slot_in_unit] = true;
+            for (const Parameter* member : touched.storage->slice().members) parameter.unit->gradients.stale[member->slot_in_unit] = true;
             break;
         }
       }

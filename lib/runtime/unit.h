@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "lib/comm/communicator.h"
 #include "lib/runtime/arena.h"
 #include "lib/runtime/parameter.h"
+#include "lib/runtime/slice.h"
 
 namespace rebind::runtime {
 
@@ -49,6 +51,7 @@ struct Unit {
   int64_t shard_numel = 0;
   int64_t padded_numel = 0;  // world_size * shard_numel
   std::vector<Parameter*> parameters;  // in the order of their offsets
+  std::vector<std::unique_ptr<Run>> runs;  // likewise; every parameter is in one
 
   at::Tensor flat_shard;  // [shard_numel]; gaps and tail are zero
   Space values, gradients;

@@ -5,6 +5,7 @@
 
 #include "lib/optim/adapters.h"
 #include "lib/runtime/sharding.h"
+#include "lib/runtime/slice_state.h"
 
 namespace rebind {
 
@@ -49,9 +50,9 @@ absl::StatusOr<at::Tensor> Fsdp::full_gradient(const std::string& name) {
   } catch (const c10::Error& failure) {
     return absl::UnavailableError(failure.what_without_backtrace());
   }
-  if (parameter.shard_gradient == nullptr) return not_found(*sharding_, "full_gradient", parameter, "it has no gradient");
-  const at::Tensor piece = at::from_blob(parameter.shard_gradient->mutable_data(), {parameter.shard_interval.numel()},
-                                         at::TensorOptions().dtype(parameter.dtype));
+  if (!parameter.reduced) return not_found(*sharding_, "full_gradient", parameter, "it has no gradient");
+  const std::vector<at::Tensor> parts = runtime::gradient_parts(parameter);
+  const at::Tensor piece = parts.empty() ? at::empty({0}, at::TensorOptions().dtype(parameter.dtype)) : at::cat(parts);
   return sharding_->gather_whole(parameter, piece, "gradient");
 }
 
@@ -60,16 +61,14 @@ absl::StatusOr<at::Tensor> Fsdp::full_state(const torch::optim::Optimizer& optim
   auto found = find(*sharding_, "full_state", name);
   if (!found.ok()) return found.status();
   Parameter& parameter = **found;
-  const optim::Adapter* adapter = optim::adapter_of(optimizer);
-  const auto state = optimizer.state().find(parameter.shard.unsafeGetTensorImpl());
-  if (adapter == nullptr || state == optimizer.state().end()) {
+  const std::optional<optim::StateParts> state = runtime::state_of(optimizer, parameter);
+  if (!state) {
     return not_found(*sharding_, "full_state", parameter, absl::StrCat("the ", optim::type_name(optimizer), " has no state for it"));
   }
-  const optim::StateParts parts = adapter->take_apart(*state->second);
-  for (const auto& [part, value] : parts.scalars) {
+  for (const auto& [part, value] : state->scalars) {
     if (part == key) return at::scalar_tensor(value, at::TensorOptions().dtype(at::kLong));
   }
-  for (const auto& [part, tensor] : parts.tensors) {
+  for (const auto& [part, tensor] : state->tensors) {
     if (part != key) continue;
     if (tensor.dim() == 0) return tensor.clone();
     return sharding_->gather_whole(parameter, tensor.contiguous(), absl::StrCat("state '", key, "'"));

@@ -12,12 +12,6 @@ constexpr char kRawAccess[] =
     " is sharded and its memory is not here: this read goes around LibTorch's operators (data_ptr, torch::save, printing). "
     "Open a scope `auto whole = fsdp->full_parameters();` around it, or copy the tensor first (clone()).";
 
-void hold_shard_memory(KeyedStorage& storage, Parameter& parameter, const at::Tensor& flat) {
-  auto keep_alive = std::make_shared<at::Tensor>(flat);
-  auto* base = static_cast<char*>(flat.data_ptr());
-  storage.expose(base + parameter.shard_offset * parameter.item_bytes, std::move(keep_alive));
-}
-
 bool is_our_window(const Parameter& parameter, const at::Tensor& window) {
   const KeyedStorage* storage = KeyedStorage::of(window);
   return storage != nullptr && storage->role() == Role::kWindow && &storage->parameter() == &parameter &&
@@ -42,36 +36,10 @@ at::Tensor Sharding::make_facade(Parameter& parameter) {
   return make_keyed_tensor(std::move(storage), parameter.dtype, parameter.sizes, parameter.strides);
 }
 
-at::Tensor Sharding::make_shard(Parameter& parameter) {
-  const int64_t numel = parameter.shard_interval.numel();
-  auto storage =
-      c10::make_intrusive<KeyedStorage>(Role::kShard, parameter, shared_from_this(), numel * parameter.item_bytes, "");
-  hold_shard_memory(*storage, parameter, parameter.unit->flat_shard);
-  at::Tensor shard = make_keyed_tensor(std::move(storage), parameter.dtype, {numel}, {1});
-  shard.set_requires_grad(parameter.requires_grad);
-  return shard;
-}
-
-at::Tensor Sharding::make_shard_gradient(Parameter& parameter) {
-  const int64_t numel = parameter.shard_interval.numel();
-  auto storage = c10::make_intrusive<KeyedStorage>(
-      Role::kShardGradient, parameter, shared_from_this(), numel * parameter.item_bytes,
-      absl::StrCat("rank ", rank(), ": the gradient of the shard of parameter '", parameter.name,
-                   "' is not reduced yet: backward was interrupted. Call zero_grad, or use it through an operator."));
-  parameter.shard_gradient = storage.get();
-  return make_keyed_tensor(std::move(storage), parameter.dtype, {numel}, {1});
-}
-
 void Sharding::put_handles(Parameter& parameter, const at::Tensor& window) {
   ClosingScope on_purpose(*this);  // what is replaced here is no zero_grad
   if (parameter.facade == nullptr) window.mutable_grad() = make_facade(parameter);
-  if (parameter.shard_gradient == nullptr) parameter.shard.mutable_grad() = make_shard_gradient(parameter);
-}
-
-at::Tensor Sharding::make_gradient_handles(Parameter& parameter, const at::Tensor& piece) {
-  parameter.shard.mutable_grad() = make_shard_gradient(parameter);
-  parameter.shard_gradient->expose(piece.data_ptr(), std::make_shared<at::Tensor>(piece));
-  return make_facade(parameter);
+  put_slice_handles(parameter);
 }
 
 void Sharding::check_window(Parameter& parameter) {
@@ -130,17 +98,14 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
       parameter.facade = nullptr;
       if (closing_) break;
       drop_pending(parameter);
-      parameter.shard_gradient = nullptr;
-      parameter.shard.mutable_grad().reset();
+      forget_on_slices(parameter);
       break;
     case Role::kShardGradient:
-      if (parameter.shard_gradient != &storage) break;
-      parameter.shard_gradient = nullptr;
+      if (storage.slice().gradient != &storage) break;
+      storage.slice().gradient = nullptr;
+      storage.slice().values.reset();
       if (closing_) break;
-      drop_pending(parameter);
-      if (parameter.facade == nullptr) break;
-      parameter.facade = nullptr;
-      if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
+      for (Parameter* member : storage.slice().members) forget_gradient(*member);
       break;
     case Role::kShard:
       break;
@@ -149,6 +114,7 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
 
 void Sharding::drop_pending(Parameter& parameter) noexcept {
   parameter.pending.reset();
+  parameter.waiting = false;
   if (parameter.unit->reduction) parameter.cleared = true;
 }
 
@@ -159,10 +125,7 @@ void Sharding::forget_gradient(Parameter& parameter) noexcept {
     parameter.facade = nullptr;
     if (at::Tensor window = parameter.lock_window(); window.defined()) window.mutable_grad().reset();
   }
-  if (parameter.shard_gradient != nullptr) {
-    parameter.shard_gradient = nullptr;
-    parameter.shard.mutable_grad().reset();
-  }
+  forget_on_slices(parameter);
 }
 
 }  // namespace rebind::runtime

@@ -24,12 +24,6 @@ using List = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const Group& group, const FsdpOptions& options = {}) {
-  auto fsdp = prepare_fsdp(model, optimizers, group, options);
-  EXPECT_OK(fsdp);
-  return *std::move(fsdp);
-}
-
 // Adds `gradient` to the parameter's gradient through a real backward.
 void give(const at::Tensor& parameter, const at::Tensor& gradient) { (parameter * gradient).sum().backward(); }
 
@@ -78,6 +72,7 @@ TEST_CASE("D6: the infinity norm is that of all ranks, empty shards included", "
       SGD sgd(model.parameters(), 1);
       FsdpOptions options;
       options.layout_rules = {1, 2};  // a on rank 0, b on rank 1, nothing on rank 2
+      options.coalesce = false;
       auto fsdp = prepare(model, {&sgd}, group, options);
       EXPECT_EQ(sgd.param_groups()[0].params()[1].numel(), rank == 1 ? 1 : 0);
       give(model["a"], at::tensor({4.0f, -7.0f}));
@@ -223,7 +218,7 @@ TEST_CASE("gradient: cleared on one side, it is gone on the other", "[gradient]"
     run_ranks(world_size, [&](int, Group group) {
       Bag model({{"a", {5}}, {"b", {1}}});
       SGD sgd(model.parameters(), 1);
-      auto fsdp = prepare(model, {&sgd}, group);
+      auto fsdp = prepare(model, {&sgd}, group, one_tensor_each());
       const auto& params = sgd.param_groups()[0].params();
       for (bool by_model : {false, true}) {
         give(model["a"], at::ones({5}));

@@ -18,13 +18,6 @@ using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::SGD;
 
-std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                              const FsdpOptions& options = {}) {
-  auto fsdp = prepare_fsdp(model, optimizers, group, options);
-  EXPECT_OK(fsdp);
-  return *std::move(fsdp);
-}
-
 // Gives every parameter of `model` the gradient `value` through a real backward.
 void backward_with_gradient(torch::nn::Module& model, double value) {
   at::Tensor loss;
@@ -256,7 +249,7 @@ TEST_CASE("B2: prepare before the first step makes no state and moves nothing", 
     randomize(*model, 3);
     const at::Tensor weight = model->weight.detach().clone();
     Adam adam(model->parameters(), AdamOptions(1e-3).weight_decay(0.1));
-    auto fsdp = prepare(*model, {&adam}, group);
+    auto fsdp = prepare(*model, {&adam}, group, one_tensor_each());
     EXPECT(adam.state().empty());
     expect_same("weight", whole(*fsdp, "weight"), weight);
     backward_with_gradient(*model, 1);
@@ -277,7 +270,7 @@ TEST_CASE("B3: the step counter stays an int64 on all ranks, on empty shards too
       backward_with_gradient(model, step % 2 == 0 ? 1 : -1);
       adam.step();
     }
-    auto fsdp = prepare(model, {&adam}, group);
+    auto fsdp = prepare(model, {&adam}, group, one_tensor_each());
     int empty = 0;
     for (const at::Tensor& shard : adam.param_groups()[0].params()) {
       empty += shard.numel() == 0;

@@ -19,12 +19,6 @@ using torch::optim::SGD;
 using torch::optim::SGDOptions;
 using torch::optim::SGDParamState;
 
-std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const Group& group) {
-  auto fsdp = prepare_fsdp(model, optimizers, group);
-  EXPECT_OK(fsdp);
-  return *std::move(fsdp);
-}
-
 }  // namespace
 
 TEST_CASE("gaps: each round of each decision is decided anew", "[gaps]") {
@@ -60,11 +54,11 @@ TEST_CASE("gaps: a group's order is the optimizer's own, not the model's", "[gap
       Bag model({{"a", {16}}, {"b", {32}}, {"c", {48}}});
       const std::vector<at::Tensor> order{model["c"], model["a"], model["b"]};
       SGD sgd(order, 1);
-      auto fsdp = prepare(model, {&sgd}, group);
+      auto fsdp = prepare(model, {&sgd}, group, one_tensor_each());
       const auto sharding = runtime::Sharding::of(model["a"]);
       const auto& params = sgd.param_groups()[0].params();
       EXPECT_EQ(params.size(), size_t{3});
-      for (size_t i = 0; i < 3; ++i) EXPECT(params[i].is_same(sharding->parameters[i == 0 ? 2 : i - 1]->shard));
+      for (size_t i = 0; i < 3; ++i) EXPECT(params[i].is_same(sharding->parameters[i == 0 ? 2 : i - 1]->singles.front()->tensor));
       EXPECT_OK(fsdp->restore());
       for (size_t i = 0; i < 3; ++i) EXPECT(params[i].is_same(order[i]));
     });
@@ -75,7 +69,7 @@ TEST_CASE("gaps: a group that the program changed keeps its change through resto
   run_ranks(2, [](int, Group group) {
     Bag model({{"a", {16}}, {"b", {16}}}), other({{"x", {4}}});
     SGD sgd(model.parameters(), 1);
-    auto fsdp = prepare(model, {&sgd}, group);
+    auto fsdp = prepare(model, {&sgd}, group, one_tensor_each());
     {
       auto& params = sgd.param_groups()[0].params();
       params.erase(params.begin());
@@ -205,7 +199,7 @@ TEST_CASE("gaps: after restore every call says so, and nothing of the sharding s
       EXPECT_OK(fsdp->restore());
       EXPECT_EQ(fsdp->stats().live_bytes, 0);
       for (const auto& unit : sharding->units) EXPECT(!unit->flat_shard.defined());
-      for (const auto& parameter : sharding->parameters) EXPECT(!parameter->shard.defined());
+      for (const auto& parameter : sharding->parameters) EXPECT(!parameter->singles.front()->tensor.defined());
       for (const auto& status : {fsdp->full_parameter("a").status(), fsdp->full_gradient("a").status(),
                                  fsdp->full_state(adam, "a", "exp_avg").status(), fsdp->restore()}) {
         EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);

@@ -112,7 +112,7 @@ TEST_CASE("handle: dropped and found again; gone with the model", "[restore]") {
   std::weak_ptr<runtime::Sharding> life[2];
   run_ranks(2, [&](int rank, Group group) {
     Setup setup = with_adamw();
-    EXPECT_OK(prepare_fsdp(*setup.model, setup.pointers(), group));
+    EXPECT_OK(prepare_fsdp(*setup.model, setup.pointers(), group, one_tensor_each()));
     life[rank] = runtime::Sharding::of(setup.model->parameters()[0]);
     auto found = Fsdp::of(*setup.model);
     EXPECT_OK(found);

@@ -17,7 +17,7 @@ TEST_CASE("walkthrough: Linear(7, 3) on two ranks, stop by stop", "[walkthrough]
       model->bias.fill_(100);
     }
     torch::optim::SGD sgd(model->parameters(), /*lr=*/1);
-    auto prepared = prepare_fsdp(model, sgd, group);
+    auto prepared = prepare_fsdp(model, sgd, group, one_tensor_each());
     EXPECT_OK(prepared);
     Fsdp& fsdp = **prepared;
     const auto sharding = runtime::Sharding::of(model->weight);
@@ -62,7 +62,7 @@ TEST_CASE("walkthrough: Linear(7, 3) on two ranks, stop by stop", "[walkthrough]
                 rank == 0 ? shard0 - 1.5 : at::cat({at::arange(16, 21).to(at::kFloat) - 1.5, at::zeros({3}), at::full({3}, 99.0f), zeros5}));
     sgd.zero_grad();
     EXPECT(!model->weight.grad().defined());
-    EXPECT_EQ(sharding->parameters[0]->shard_gradient, static_cast<runtime::KeyedStorage*>(nullptr));
+    EXPECT(sharding->parameters[0]->singles.front()->gradient == nullptr);
 
     // The next forward reads the new values.
     EXPECT_EQ(model->forward(input).sum().item<float>(), static_cast<float>((rank + 1) * (210 - 21 * 1.5) + 3 * 99));

@@ -36,7 +36,7 @@ inline Sharded sharded(const Group& group, std::initializer_list<std::pair<const
                        at::ScalarType dtype = at::kFloat) {
   Sharded result{std::make_unique<Bag>(shapes, dtype), nullptr, nullptr};
   result.sgd = std::make_unique<torch::optim::SGD>(result.model->parameters(), 1);
-  auto fsdp = prepare_fsdp(*result.model, {result.sgd.get()}, group);
+  auto fsdp = prepare_fsdp(*result.model, {result.sgd.get()}, group, one_tensor_each());
   EXPECT_OK(fsdp);
   result.fsdp = *std::move(fsdp);
   return result;

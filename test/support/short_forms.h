@@ -16,13 +16,6 @@
 
 namespace rebind::test {
 
-inline std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const Group& group,
-                                     const FsdpOptions& options = {}) {
-  auto fsdp = prepare_fsdp(model, optimizers, group, options);
-  EXPECT_OK(fsdp);
-  return *std::move(fsdp);
-}
-
 // A Net with SGD(0.1), momentum 0.9.
 inline Setup net_with_momentum() {
   return net_with([](Net& net) {

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "lib/optim/adapters.h"
+#include "lib/runtime/slice_state.h"
 
 namespace rebind::test {
 
@@ -154,9 +155,9 @@ Snapshot snapshot(Setup& setup, Fsdp& fsdp) {
     if (name != sharding->find(name)->name) continue;  // a tie's state stands once, under its first name
     for (size_t k = 0; k < setup.optimizers.size(); ++k) {
       const auto& optimizer = *setup.optimizers[k];
-      const auto state = optimizer.state().find(sharding->find(name)->shard.unsafeGetTensorImpl());
-      if (state == optimizer.state().end()) continue;
-      const optim::StateParts parts = optim::adapter_of(optimizer)->take_apart(*state->second);
+      const std::optional<optim::StateParts> state = runtime::state_of(optimizer, *sharding->find(name));
+      if (!state) continue;
+      const optim::StateParts& parts = *state;
       for (const auto& [part, tensor] : parts.tensors) {
         auto whole = fsdp.full_state(optimizer, name, part);
         EXPECT_OK(whole);

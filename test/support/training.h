@@ -57,6 +57,21 @@ Setup net_with(const std::function<std::vector<std::shared_ptr<torch::optim::Opt
 // The rows of `rank` in `step`: input [2, 5] and target [2, 3]. Gradients change sign between steps.
 std::pair<at::Tensor, at::Tensor> rows(int rank, int step, at::ScalarType dtype);
 
+// Options with which each parameter is one tensor of the optimizer, so that a test can look at it.
+inline FsdpOptions one_tensor_each() {
+  FsdpOptions options;
+  options.coalesce = false;
+  return options;
+}
+
+// Throws where prepare_fsdp returns an error.
+inline std::unique_ptr<Fsdp> prepare(torch::nn::Module& model, const Optimizers& optimizers, const Group& group,
+                                     const FsdpOptions& options = {}) {
+  auto fsdp = prepare_fsdp(model, optimizers, group, options);
+  EXPECT_OK(fsdp);
+  return *std::move(fsdp);
+}
+
 struct Program {
   std::function<Setup()> make;
   int steps = 6;

@@ -22,7 +22,7 @@ function(rebind_compile target)
             -Woverloaded-virtual
             -Wno-missing-field-initializers # designated initializers leave out what has a default
             # GCC 12 and 13 see overlaps and overflows in inlined std::string code that are none (GCC bugs 105329, 105651)
-            "$<$<CXX_COMPILER_ID:GNU>:-Wno-restrict;-Wno-stringop-overflow;-Wno-array-bounds>"
+            "$<$<CXX_COMPILER_ID:GNU>:-Wno-restrict;-Wno-stringop-overflow;-Wno-stringop-overread;-Wno-array-bounds>"
             # ccache must see that a precompiled header is used
             $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
   if(REBIND_SANITIZE)
