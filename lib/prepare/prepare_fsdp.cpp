@@ -1,6 +1,7 @@
 // prepare_fsdp: one transaction over all ranks. Check, agree, stage, decide, commit.
 #include "rebind/prepare_fsdp.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
 #include "lib/base/error.h"
@@ -20,7 +21,8 @@ absl::Status check_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group, co
   try {
     group->getBackend(c10::DeviceType::CPU);
   } catch (const c10::Error&) {
-    return error(absl::StatusCode::kUnimplemented, where, "the process group has no backend for CPU tensors", "Make it with backend 'gloo'");
+    return error(absl::StatusCode::kUnimplemented, where, "the process group has no backend for CPU tensors",
+                 "Make it with backend 'gloo'");
   }
   return absl::OkStatus();
 }
@@ -33,7 +35,8 @@ absl::Status guarded(const Where& where, Body body) {
   } catch (const c10::Error& failure) {
     return error(absl::StatusCode::kInternal, where, failure.what_without_backtrace(), "Nothing was changed");
   } catch (const std::bad_alloc&) {
-    return error(absl::StatusCode::kResourceExhausted, where, "out of memory", "Nothing was changed; free memory or use more ranks");
+    return error(absl::StatusCode::kResourceExhausted, where, "out of memory",
+                 "Nothing was changed; free memory or use more ranks");
   } catch (const std::exception& failure) {
     return error(absl::StatusCode::kInternal, where, failure.what(), "Nothing was changed");
   }
@@ -68,24 +71,46 @@ absl::StatusOr<std::unique_ptr<Fsdp>> transaction(const std::vector<NamedModule>
   });
   if (absl::Status status = decision->agree(checked, lines, plan::first_difference); !status.ok()) return status;
 
+  // The largest pieces of memory come before the first collective, so that a rank that cannot have them is waited for by nobody.
   prepare::Staged staged;
-  const absl::Status ready = guarded(where, [&] {
-    auto communicator = std::make_unique<comm::Communicator>(group, static_cast<int>(decision->number() % kChannels),
-                                                             options.collective_timeout);
+  std::unique_ptr<Fsdp> fsdp;
+  const absl::Status made = guarded(where, [&] {
+    auto communicator =
+        std::make_unique<comm::Communicator>(group, static_cast<int>(decision->number() % kChannels), options.collective_timeout);
     staged.sharding = runtime::Sharding::make(plan, options, optimizers, std::move(communicator), group);
-    return prepare::stage(census, options, staged);
+    // Once the ranks have decided nothing may fail. LibTorch allocates the handle of an operator when it is called for the first
+    // time.
+    fsdp = std::make_unique<Fsdp>(staged.sharding);
+    at::empty({0}).set_data(at::empty({0}));
+    return absl::OkStatus();
   });
-  if (absl::Status status = decision->agree(ready); !status.ok()) return status;
+  if (absl::Status status = decision->agree(made); !status.ok()) return status;
+
+  const absl::Status ready = guarded(where, [&] { return prepare::stage(census, options, staged); });
+  using Origin = prepare::Decision::Origin;
+  comm::Communicator& communicator = *staged.sharding->communicator;
+  const Origin origin = ready.ok() || !communicator.broken().ok() ? Origin::kConsequence : Origin::kOwn;
+  // Every rank comes here, also one that failed: peers that wait for it in another collective see that at once.
+  const absl::Status met = guarded(where, [&] {
+    return communicator.exchange({.kind = comm::Kind::kExchange, .unit = 0, .epoch = 0, .name = "the end of staging"}, {}).status();
+  });
+  if (absl::Status status = decision->agree(ready.ok() ? met : ready, origin); !status.ok()) return status;
 
   prepare::commit(staged);
-  return std::make_unique<Fsdp>(std::move(staged.sharding));
+  return fsdp;
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(const std::vector<NamedModule>& models, const Optimizers& optimizers,
                                                    c10::intrusive_ptr<c10d::ProcessGroup> group, const FsdpOptions& options) {
-  return comm::told_to_launcher(transaction(models, optimizers, std::move(group), options));
+  absl::StatusOr<std::unique_ptr<Fsdp>> result = nullptr;
+  const absl::Status status = guarded({.call = "prepare_fsdp"}, [&] {
+    result = transaction(models, optimizers, std::move(group), options);
+    return result.status();
+  });
+  if (!status.ok()) result = status;
+  return comm::told_to_launcher(std::move(result));
 }
 
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(torch::nn::Module& model, const Optimizers& optimizers,
