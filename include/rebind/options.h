@@ -91,14 +91,17 @@ struct FsdpOptions {
   c10::intrusive_ptr<c10d::ProcessGroup> replicate_group;
   // All ranks start from rank 0's parameters, buffers, gradients and optimizer state. Off: they are checked to be equal.
   bool sync_from_rank0 = true;
-  // Free a unit after its forward. false is Unimplemented.
+  // Free a unit after its forward and gather it again for backward. Off: the whole model stays gathered from its forward to the end
+  // of its backward, each unit is gathered once.
   bool reshard_after_forward = true;
   // Cap on gathered parameters, in bytes. Unimplemented; today one unit (those that one operator uses) is gathered at a time.
   std::optional<int64_t> max_live_bytes;
-  // Units gathered ahead of use. Changes speed only; today nothing is prefetched, whatever the value.
+  // Units gathered ahead of use, in the order of the last iteration. Changes speed and memory (1 + prefetch_units units are gathered
+  // at a time), never a result.
   int prefetch_units = 1;
-  // One optimizer tensor per run of parameters instead of one per parameter. Changes speed and params().size(), never a result;
-  // today there is always one tensor per parameter.
+  // A few optimizer tensors, of at most 256 Ki elements, for a row of parameters that are stepped alike, instead of one for each
+  // parameter. Changes speed and params().size(), never a result: where some of them have a gradient and some have none, they are
+  // stepped by themselves. Off: params() has one entry a parameter.
   bool coalesce = true;
   // The summed gradient is divided by this. Default: the world size (mean over the ranks).
   std::optional<double> gradient_divide_factor;

@@ -183,7 +183,8 @@ class Planner {
 
   int64_t peak_of(std::vector<int64_t> gathers) const {
     if (plan_.world_size == 1) return 0;
-    const size_t at_once = std::min(gathers.size(), static_cast<size_t>(options_.prefetch_units) + 1);
+    const size_t most = options_.reshard_after_forward ? static_cast<size_t>(options_.prefetch_units) + 1 : gathers.size();
+    const size_t at_once = std::min(gathers.size(), most);
     std::partial_sort(gathers.begin(), gathers.begin() + static_cast<int64_t>(at_once), gathers.end(), std::greater<>());
     return std::accumulate(gathers.begin(), gathers.begin() + static_cast<int64_t>(at_once), int64_t{0});
   }

@@ -42,9 +42,6 @@ std::optional<Refusal> unsupported_option(const FsdpOptions& options) {
   if (options.replicate_group) {
     return Refusal{"options.replicate_group is set, but hybrid sharding is not supported yet", "Leave it unset"};
   }
-  if (!options.reshard_after_forward) {
-    return Refusal{"options.reshard_after_forward is false, which is not supported yet", "Leave it true"};
-  }
   if (options.max_live_bytes) {
     return Refusal{absl::StrCat("options.max_live_bytes is ", *options.max_live_bytes, ", but a cap is not supported yet"),
                    "Leave it unset"};

@@ -16,6 +16,7 @@
 #include <absl/status/status.h>
 #include <absl/status/statusor.h>
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -57,6 +58,7 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   const c10::intrusive_ptr<c10d::ProcessGroup> group;
   const std::chrono::milliseconds timeout;
   const double divide_factor;
+  std::atomic<const void*> user_thread = nullptr;  // the first that used a tensor of ours; null: none yet
   std::recursive_mutex mutex;  // guards everything below and in units; held while communicating, not while an operator runs
   RuntimeStats counts;
   bool whole_open = false;  // inside full_parameters

@@ -75,6 +75,20 @@ void run(const c10::OperatorHandle& op, const OperatorInfo& info, c10::DispatchK
   op.redispatchBoxed(below, stack);
 }
 
+// Two threads of a program would interleave their collectives in another order on each rank. The engine's own threads run parts of
+// a backward that the program's thread waits for.
+void check_thread(const OperatorInfo& info, const Touched& touched) {
+  thread_local const char mark = 0;  // its address names the thread, until that ends
+  Sharding& sharding = *touched.sharding;
+  const void* user = sharding.user_thread.load(std::memory_order_relaxed);
+  if (user == &mark || sharding.world_size() == 1 || torch::autograd::get_current_graph_task_id() != -1) return;
+  if (user == nullptr && sharding.user_thread.compare_exchange_strong(user, &mark)) return;
+  if (user == &mark) return;
+  throw_error(sharding.where(absl::StrCat("operator ", info.name), &touched.parameter()),
+              "a second thread of the program uses the sharded model; the ranks' collectives could meet in another order",
+              "Run the model, its optimizers and reads of its parameters on one thread; give other threads copies (clone())");
+}
+
 bool is_live_facade(const Touched& touched) {
   return touched.role() == Role::kFacade && touched.parameter().facade == touched.storage;
 }
@@ -313,7 +327,10 @@ void touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack
   const OperatorInfo& info = info_of(op);
   Touches touches = collect(info, *stack);
   if (touches.empty()) return run(op, info, keys, stack);
-  for (const Touched& touched : touches) refuse(info, touched);
+  for (const Touched& touched : touches) {
+    check_thread(info, touched);
+    refuse(info, touched);
+  }
   switch (info.special) {
     case Special::kAccumulate:
     case Special::kAdd:

@@ -27,8 +27,6 @@ TEST_CASE("plan: refuses options that are not supported yet, by name and value",
         subject + "mixed_precision.reduce_dtype is float32, but mixed precision is not supported yet. Leave it unset.");
   CHECK(outcome_with_options([](FsdpOptions& o) { o.replicate_group = c10::make_intrusive<c10d::ProcessGroup>(0, 1); }) ==
         subject + "replicate_group is set, but hybrid sharding is not supported yet. Leave it unset.");
-  CHECK(outcome_with_options([](FsdpOptions& o) { o.reshard_after_forward = false; }) ==
-        subject + "reshard_after_forward is false, which is not supported yet. Leave it true.");
   CHECK(outcome_with_options([](FsdpOptions& o) { o.max_live_bytes = 4096; }) ==
         subject + "max_live_bytes is 4096, but a cap is not supported yet. Leave it unset.");
   CHECK(outcome_with_options([](FsdpOptions& o) {
