@@ -52,7 +52,7 @@ torch::nn::Module* module_in(Model& model) {
 // For a shared_ptr or a ModuleHolder (model made by TORCH_MODULE), and for a single optimizer. An empty one is InvalidArgument, on
 // all ranks.
 template <class Model>
-  requires requires(Model& model) { *model.operator->(); }
+requires requires(Model& model) { *model.operator->(); }
 absl::StatusOr<std::unique_ptr<Fsdp>> prepare_fsdp(Model& model, const Optimizers& optimizers,
                                                    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                                    const FsdpOptions& options = {}) {

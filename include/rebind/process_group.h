@@ -48,7 +48,6 @@ absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> init_process_group(const 
 
 // Collective, blocking: a group over a store that the caller made. Every rank calls it with its own 0 <= rank < world_size.
 absl::StatusOr<c10::intrusive_ptr<c10d::ProcessGroup>> make_process_group(c10::intrusive_ptr<c10d::Store> store, int rank,
-                                                                          int world_size,
-                                                                          const ProcessGroupOptions& options = {});
+                                                                          int world_size, const ProcessGroupOptions& options = {});
 
 }  // namespace rebind

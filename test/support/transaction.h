@@ -20,8 +20,8 @@
 
 namespace rebind::test {
 
-// What prepare_fsdp is given here: two parameters in two groups with different options, one that is never used, a buffer; Adam has stepped
-// once; the weight has a gradient.
+// What prepare_fsdp is given here: two parameters in two groups with different options, one that is never used, a buffer; Adam has
+// stepped once; the weight has a gradient.
 struct Subject {
   explicit Subject(int rank = 0);  // buffers are each rank's own, the rest is equal
   void train(int steps);
