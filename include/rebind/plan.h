@@ -81,8 +81,8 @@ struct MemoryForecast {
   // Gathered parameters during training: the sum of the 1 + prefetch_units largest padded_numel of a buffer, each of which is
   // gathered by itself; 0 at world size 1, where nothing is gathered.
   int64_t peak_gathered_bytes = 0;
-  // During prepare_fsdp: parameters, gradients and state as they are, whole, and this rank's part of all that, and twice the largest
-  // unit (all its buffers, padding included).
+  // During prepare_fsdp: parameters, gradients and state as they are, whole, and this rank's part of all that, and twice the
+  // largest unit (all its buffers, padding included).
   int64_t prepare_peak_bytes = 0;
 };
 

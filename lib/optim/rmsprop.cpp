@@ -25,9 +25,9 @@ class RmspropAdapter final : public Adapter {
 
   std::string options_text(const OptimizerOptions& options) const override {
     const auto& rmsprop = static_cast<const RMSpropOptions&>(options);
-    return absl::StrCat("lr=", exact_text(rmsprop.lr()), " alpha=", exact_text(rmsprop.alpha()),
-                        " eps=", exact_text(rmsprop.eps()), " weight_decay=", exact_text(rmsprop.weight_decay()),
-                        " momentum=", exact_text(rmsprop.momentum()), " centered=", rmsprop.centered() ? 1 : 0);
+    return absl::StrCat("lr=", exact_text(rmsprop.lr()), " alpha=", exact_text(rmsprop.alpha()), " eps=", exact_text(rmsprop.eps()),
+                        " weight_decay=", exact_text(rmsprop.weight_decay()), " momentum=", exact_text(rmsprop.momentum()),
+                        " centered=", rmsprop.centered() ? 1 : 0);
   }
 
   int state_tensors(const OptimizerOptions& options) const override {

@@ -77,8 +77,8 @@ void add_foreign(const Census& census, Lines& lines) {
                                  tensor.requires_grad() ? "true" : "false", ", gradient ",
                                  tensor.grad().defined() ? "defined" : "undefined"));
     for (const Holder& holder : census.foreign[i].holders) {
-      lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[", holder.index,
-                                   "], state ", state_text(census, tensor, holder)));
+      lines.push_back(absl::StrCat(subject, "in optimizers[", holder.optimizer, "], group ", holder.group, ", params()[",
+                                   holder.index, "], state ", state_text(census, tensor, holder)));
     }
   }
 }
@@ -107,8 +107,8 @@ void add_details(const Census& census, const FsdpPlan& plan, Lines& lines) {
 void add_units(const FsdpPlan& plan, Lines& lines) {
   for (const UnitPlan& unit : plan.units) {
     for (const BufferPlan& buffer : unit.buffers) {
-      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), buffer.requires_grad ? ", " : " frozen, ", count_text(buffer.numel, "element"),
-                                   ", ", buffer.shard_numel, " a rank"));
+      lines.push_back(absl::StrCat("unit '", unit.name, "': ", dtype_text(buffer.dtype), buffer.requires_grad ? ", " : " frozen, ",
+                                   count_text(buffer.numel, "element"), ", ", buffer.shard_numel, " a rank"));
     }
   }
 }

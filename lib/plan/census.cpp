@@ -174,12 +174,11 @@ class CensusTaker {
           if (count == 2) repeated.push_back(first.at(key));
         }
         tensors += params.size();
-        for (const size_t i : repeated) note_repeated(params[i], {static_cast<int>(o), static_cast<int>(g), static_cast<int>(i)},
-                                                      times.at(key_of(params[i])));
+        for (const size_t i : repeated)
+          note_repeated(params[i], {static_cast<int>(o), static_cast<int>(g), static_cast<int>(i)}, times.at(key_of(params[i])));
       }
       if (tensors > 0 && ours == 0) {
-        return error(StatusCode::kInvalidArgument, place(o),
-                     "no tensor in its groups is a parameter of a given model",
+        return error(StatusCode::kInvalidArgument, place(o), "no tensor in its groups is a parameter of a given model",
                      "Pass the optimizer that was built from this model's parameters, or leave this one out");
       }
     }
@@ -207,11 +206,11 @@ class CensusTaker {
 
   void note_repeated(const at::Tensor& tensor, const Holder& holder, int times) {
     const auto found = index_.find(key_of(tensor));
-    census_.notes.push_back(absl::StrCat(
-        "optimizers[", holder.optimizer, "], group ", holder.group, " lists ",
-        found == index_.end() ? absl::StrCat("its params()[", holder.index, "], which belongs to no given model,")
-                              : absl::StrCat("'", census_.parameters[found->second].names.front(), "'"),
-        times == 2 ? " twice" : absl::StrCat(" ", times, " times"), ": it will be stepped once"));
+    census_.notes.push_back(absl::StrCat("optimizers[", holder.optimizer, "], group ", holder.group, " lists ",
+                                         found == index_.end()
+                                             ? absl::StrCat("its params()[", holder.index, "], which belongs to no given model,")
+                                             : absl::StrCat("'", census_.parameters[found->second].names.front(), "'"),
+                                         times == 2 ? " twice" : absl::StrCat(" ", times, " times"), ": it will be stepped once"));
   }
 
   // What to say of a parameter, or of a foreign tensor, in one of its places.
@@ -277,7 +276,8 @@ class CensusTaker {
       const torch::optim::OptimizerParamState* state = state_of(*census_.optimizers[o], held.tensor);
       if (state == nullptr || census_.adapters[o]->knows(*state)) continue;
       return error(StatusCode::kUnimplemented, about(held, holder),
-                   absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"), "Erase that state, then call again");
+                   absl::StrCat("its state is not ", census_.adapters[o]->name(), "'s own type"),
+                   "Erase that state, then call again");
     }
     return absl::OkStatus();
   }

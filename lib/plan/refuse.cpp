@@ -82,7 +82,8 @@ std::optional<Refusal> unsupported_tensor(const at::Tensor& tensor, bool foreign
                    "Register t.contiguous() instead"};
   }
   // A tensor that never met autograd has no place for hooks, and must not be asked.
-  if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr && torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
+  if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+      torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
     return Refusal{"it has a post-accumulate-grad hook, whose place is needed to reduce gradients",
                    "Remove the hook; a hook set by register_hook may stay"};
   }
@@ -93,11 +94,13 @@ std::optional<Refusal> unsupported_gradient(const at::Tensor& tensor) {
   const at::Tensor& gradient = tensor.grad();
   if (!gradient.defined()) return std::nullopt;
   const std::string remedy = "Call zero_grad() first";
-  if (!tensor.requires_grad()) return Refusal{"it has requires_grad=false and a gradient, by which a step would still move it", remedy};
+  if (!tensor.requires_grad())
+    return Refusal{"it has requires_grad=false and a gradient, by which a step would still move it", remedy};
   if (gradient.layout() != at::kStrided) {
     return Refusal{absl::StrCat("its gradient is a ", text_of(gradient.layout()), " tensor, which is not supported"), remedy};
   }
-  if (gradient.device() != tensor.device() || gradient.scalar_type() != tensor.scalar_type() || gradient.sizes() != tensor.sizes()) {
+  if (gradient.device() != tensor.device() || gradient.scalar_type() != tensor.scalar_type() ||
+      gradient.sizes() != tensor.sizes()) {
     const auto describe = [](const at::Tensor& t) {
       return absl::StrCat(dtype_text(t.scalar_type()), " ", shape_text(t.sizes().vec()), " on ", t.device().str());
     };

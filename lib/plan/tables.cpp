@@ -132,13 +132,13 @@ std::string parameters_text(const FsdpPlan& plan) {
     mixed = mixed || kind_of(parameter) != kind_of(plan.parameters.front());
     const std::string order = order_text(parameter);
     turned = turned || order != shape_text(parameter.sizes);
-    table.add({absl::StrJoin(parameter.names, " = "), order, kind_of(parameter), plan.units[static_cast<size_t>(parameter.unit)].name,
-               count_text(parameter.offset), plan::interval_text(parameter.shard.begin, parameter.shard.end),
-               holders_text(parameter.holders)});
+    table.add({absl::StrJoin(parameter.names, " = "), order, kind_of(parameter),
+               plan.units[static_cast<size_t>(parameter.unit)].name, count_text(parameter.offset),
+               plan::interval_text(parameter.shard.begin, parameter.shard.end), holders_text(parameter.holders)});
   }
   if (!mixed) table.drop_column(2);  // the units say it
-  return absl::StrCat(table.text(), "(held by: optimizer.group[index]", turned ? "; by: strides, elements are counted in memory order" : "",
-                      ")\n");
+  return absl::StrCat(table.text(), "(held by: optimizer.group[index]",
+                      turned ? "; by: strides, elements are counted in memory order" : "", ")\n");
 }
 
 std::string list_text(const char* title, const std::vector<std::string>& lines) {

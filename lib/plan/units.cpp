@@ -37,8 +37,8 @@ Paths chosen_modules(const torch::nn::Module& model, const UnitPolicy::Predicate
   return chosen;
 }
 
-// Finds repeated blocks. Two modules repeat each other if they are of one type and everything below them has the same names, shapes,
-// dtypes and types.
+// Finds repeated blocks. Two modules repeat each other if they are of one type and everything below them has the same names,
+// shapes, dtypes and types.
 class BlockFinder {
  public:
   BlockFinder(const torch::nn::Module& model, int64_t model_numel) : model_numel_(model_numel) {
@@ -117,9 +117,7 @@ class ModelUnits {
 
   int64_t total() const { return total_; }
 
-  void one_unit(const std::string& name) {
-    std::fill(unit_of_.begin(), unit_of_.end(), new_unit(rooted(name)));
-  }
+  void one_unit(const std::string& name) { std::fill(unit_of_.begin(), unit_of_.end(), new_unit(rooted(name))); }
 
   void by_size(int64_t min_numel) { cut(0, paths_.size(), min_numel); }
 
@@ -228,7 +226,8 @@ class ModelUnits {
   std::string name_of(size_t begin, size_t end) const {
     std::string module = parent_of(paths_[begin]);
     while (!is_below(paths_[end - 1], module)) module = parent_of(module);
-    const bool all = (begin == 0 || !is_below(paths_[begin - 1], module)) && (end == paths_.size() || !is_below(paths_[end], module));
+    const bool all =
+        (begin == 0 || !is_below(paths_[begin - 1], module)) && (end == paths_.size() || !is_below(paths_[end], module));
     if (all) return module.empty() ? rooted("<root>") : join_path(prefix_, module);
     std::string first = paths_[begin], last = paths_[end - 1];
     if (end - begin == 1) return join_path(prefix_, first);

@@ -33,8 +33,9 @@ inline constexpr int64_t kTinyNumel = 64 * 1024, kTinyShare = 64;
 inline constexpr int64_t kSmallRestNumel = 64 * 1024;
 inline constexpr int64_t kPieceNumel = 1024 * 1024;
 
-// Names: a module's path if the unit is all that is below it; "<root>" for a rest that was not cut ("model" for whole_model); otherwise
-// where the unit begins and ends: "token..position". With several models the model's name comes first, and stands for "<root>".
+// Names: a module's path if the unit is all that is below it; "<root>" for a rest that was not cut ("model" for whole_model);
+// otherwise where the unit begins and ends: "token..position". With several models the model's name comes first, and stands for
+// "<root>".
 struct UnitAssignment {
   std::vector<std::string> names;  // of the units
   std::vector<int> unit_of;        // by parameter of the census

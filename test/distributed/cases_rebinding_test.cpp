@@ -211,7 +211,7 @@ TEST_CASE("A15: models or options that differ are one error everywhere, and chan
 TEST_CASE("A15: a refusal on one rank is everyone's, and names that rank", "[cases]") {
   const auto errors = run_ranks_errors(3, [&](int rank, Group group) {
     torch::nn::Linear model(5, 3);
-    if (rank == 2) model->bias.set_requires_grad(false);
+    if (rank == 2) model->bias.set_data(at::ones({1}).expand({3}));
     SGD sgd(model->parameters(), 0.1);
     auto fsdp = prepare_fsdp(model, sgd, group);
     EXPECT(!fsdp.ok());

@@ -31,7 +31,8 @@ at::Tensor random_tensor(at::IntArrayRef sizes, uint64_t seed, at::ScalarType dt
 void randomize(torch::nn::Module& model, uint64_t seed) {
   at::NoGradGuard no_grad;
   for (at::Tensor& parameter : model.parameters()) {
-    parameter.copy_(random_tensor(parameter.sizes(), seed++, parameter.scalar_type()).mul_(0.5));
+    const at::Tensor values = random_tensor(parameter.sizes(), seed++, at::kDouble);
+    parameter.copy_(parameter.is_floating_point() ? values.to(parameter.scalar_type()).mul_(0.5) : values.mul_(40).abs_());
   }
 }
 
@@ -70,6 +71,9 @@ void end_step(const Program& program, Setup& setup, int step) {
   }
 }
 
+// Gradients are added in this dtype.
+at::ScalarType sum_dtype(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype; }
+
 // One backward a rank from what .grad held, added in rank order, divided by W; None stays None.
 void reference_w_step(const Program& program, Setup& setup, int world_size, int step) {
   const std::vector<at::Tensor> parameters = setup.model->parameters();
@@ -82,11 +86,12 @@ void reference_w_step(const Program& program, Setup& setup, int world_size, int 
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& gradient = parameters[i].grad();
       if (!gradient.defined()) continue;
-      sum[i] = sum[i].defined() ? sum[i] + gradient : gradient.clone();
+      const at::Tensor term = gradient.to(sum_dtype(gradient.scalar_type()));
+      sum[i] = sum[i].defined() ? sum[i] + term : term.clone();
     }
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
-    at::Tensor mean = sum[i].defined() ? sum[i].div(world_size) : sum[i];
+    at::Tensor mean = sum[i].defined() ? sum[i].div(world_size).to(parameters[i].scalar_type()) : sum[i];
     if (before[i].defined()) mean = mean.defined() ? before[i] + mean : before[i];
     parameters[i].mutable_grad() = mean;
   }
@@ -120,7 +125,9 @@ void poison_padding(Fsdp&, torch::nn::Module& model) {
   for (const auto& unit : sharding_of(model)->units) {
     const std::vector<bool> used = covered(*unit);
     for (int64_t i = 0; i < unit->shard_numel; ++i) {
-      if (!used[i]) unit->flat_shard[i].fill_(std::numeric_limits<double>::quiet_NaN());
+      if (used[i]) continue;
+      // Integers have no NaN: 113 is as wrong, and fits into each of them.
+      unit->flat_shard[i].fill_(unit->flat_shard.is_floating_point() ? std::numeric_limits<double>::quiet_NaN() : 113);
     }
   }
 }

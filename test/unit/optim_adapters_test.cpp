@@ -96,9 +96,8 @@ TEST_CASE("adapters: every option is in the text", "[optim]") {
   using torch::optim::AdagradOptions, torch::optim::RMSpropOptions;
   CHECK(adagrad_adapter().options_text(AdagradOptions()) ==
         "lr=0.01 lr_decay=0 weight_decay=0 initial_accumulator_value=0 eps=1e-10");
-  CHECK(adagrad_adapter().options_text(
-            AdagradOptions(0.5).lr_decay(0.25).weight_decay(0.1).initial_accumulator_value(1).eps(1e-6)) ==
-        "lr=0.5 lr_decay=0.25 weight_decay=0.1 initial_accumulator_value=1 eps=1e-06");
+  CHECK(adagrad_adapter().options_text(AdagradOptions(0.5).lr_decay(0.25).weight_decay(0.1).initial_accumulator_value(1).eps(
+            1e-6)) == "lr=0.5 lr_decay=0.25 weight_decay=0.1 initial_accumulator_value=1 eps=1e-06");
   CHECK(rmsprop_adapter().options_text(RMSpropOptions()) == "lr=0.01 alpha=0.99 eps=1e-08 weight_decay=0 momentum=0 centered=0");
   CHECK(rmsprop_adapter().options_text(RMSpropOptions(0.5).alpha(0.75).eps(1e-6).weight_decay(0.1).momentum(0.9).centered(true)) ==
         "lr=0.5 alpha=0.75 eps=1e-06 weight_decay=0.1 momentum=0.9 centered=1");

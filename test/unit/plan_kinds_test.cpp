@@ -9,6 +9,7 @@
 #include <torch/optim/sgd.h>
 
 #include "lib/plan/census.h"
+#include "lib/plan/refuse.h"
 #include "lib/plan/text.h"
 #include "test/support/catch.h"
 #include "test/support/plan_text.h"
@@ -51,7 +52,8 @@ TEST_CASE("plan: a unit has a buffer for each dtype, and one for what is frozen 
   model.register_parameter("index", at::ones({17}, at::kLong), false);
   model.register_parameter("bias", at::ones({4}));
   CHECK(render(plan_fsdp(model, {}, 0, 2), kinds_text) ==
-        "float32: w bias of 16 | float32 frozen: frozen of 16 | bfloat16: half of 16 | float64: double of 16 | uint8 frozen: bytes of "
+        "float32: w bias of 16 | float32 frozen: frozen of 16 | bfloat16: half of 16 | float64: double of 16 | uint8 frozen: bytes "
+        "of "
         "16 | bool frozen: flags of 16 | int64 frozen: index of 32");
   CHECK(render(plan_fsdp(model, {}, 1, 2), shards_text) ==
         "w -  frozen -  half -  double -  bytes [8,9)  flags -  index [16,17)  bias [0,4)");
@@ -115,15 +117,16 @@ TEST_CASE("plan: groups count tensors of no model apart, and a note says what be
   Bag model({{"a", {2}}});
   const at::Tensor x = at::ones({4, 3}), y = at::ones({5});
   torch::optim::SGD sgd({OptimizerParamGroup({x, model["a"], y}), OptimizerParamGroup({x, x})}, 0.1);
-  CHECK(groups_and_notes(plan_fsdp(model, {&sgd}, 0, 2)) ==
-        "optimizers[0] SGD, group 0: 3 tensors, 19 elements -> 1 shard, 2 elements, and 2 whole tensors, 17 elements; "
-        "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0\n"
-        "optimizers[0] SGD, group 1: 2 tensors, 24 elements -> 0 shards, 0 elements, and 1 whole tensor, 12 elements; "
-        "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0\n"
-        "optimizers[0], group 1 lists its params()[0], which belongs to no given model, twice: it will be stepped once\n"
-        "of no given model, whole on every rank, gradients averaged: 'optimizers[0], group 0, params()[0]', 'optimizers[0], group 0, "
-        "params()[2]'\n"
-        "one optimizer tensor per parameter");
+  CHECK(
+      groups_and_notes(plan_fsdp(model, {&sgd}, 0, 2)) ==
+      "optimizers[0] SGD, group 0: 3 tensors, 19 elements -> 1 shard, 2 elements, and 2 whole tensors, 17 elements; "
+      "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0\n"
+      "optimizers[0] SGD, group 1: 2 tensors, 24 elements -> 0 shards, 0 elements, and 1 whole tensor, 12 elements; "
+      "lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0\n"
+      "optimizers[0], group 1 lists its params()[0], which belongs to no given model, twice: it will be stepped once\n"
+      "of no given model, whole on every rank, gradients averaged: 'optimizers[0], group 0, params()[0]', 'optimizers[0], group 0, "
+      "params()[2]'\n"
+      "one optimizer tensor per parameter");
 }
 
 TEST_CASE("census: a tensor of no model in two groups with different options is refused", "[plan][census][foreign]") {
@@ -135,6 +138,21 @@ TEST_CASE("census: a tensor of no model in two groups with different options is 
         "INVALID_ARGUMENT: plan_fsdp, rank 1: SGD, optimizers[0], group 1, params()[0]: groups 0 and 1 both hold it with different "
         "options: lr=0.1 momentum=0 dampening=0 weight_decay=0 nesterov=0 and lr=0.1 momentum=0.5 dampening=0 weight_decay=0 "
         "nesterov=0. Keep it in one group.");
+}
+
+TEST_CASE("plan: what can be planned and not yet be run is refused for prepare", "[plan][refusal][foreign]") {
+  Bag model({{"a", {2}}});
+  torch::optim::SGD sgd({model["a"], at::ones({3})}, 0.1), ours({model["a"]}, 0.1);
+  Where where;
+  where.call = "prepare_fsdp";
+  where.rank = 1;
+  const auto census = take_census({{"model", &model}}, {&ours, &sgd}, where);
+  REQUIRE(census.ok());
+  CHECK(
+      check_runtime_support(*census, where).ToString() ==
+      "UNIMPLEMENTED: prepare_fsdp, rank 1: SGD, optimizers[1], group 0, params()[1]: the tensor is no parameter of a given model, "
+      "which is not supported yet. Register it in the model, or give it an optimizer of its own.");
+  CHECK(check_runtime_support(*take_census({{"model", &model}}, {&ours}, where), where).ok());
 }
 
 TEST_CASE("agreement: tensors of no model are compared with their places and state", "[plan][agreement][foreign]") {
@@ -153,7 +171,8 @@ TEST_CASE("agreement: tensors of no model are compared with their places and sta
   }
   CHECK(joined(lines, "\n") ==
         "tensor 0 of no model: float32 [4, 3], strides [3, 1], requires_grad true, gradient defined\n"
-        "tensor 0 of no model: in optimizers[0], group 0, params()[1], state exp_avg float32 [4, 3], exp_avg_sq float32 [4, 3], step 1");
+        "tensor 0 of no model: in optimizers[0], group 0, params()[1], state exp_avg float32 [4, 3], exp_avg_sq float32 [4, 3], "
+        "step 1");
 }
 
 TEST_CASE("plan: a frozen parameter in an optimizer gets a note", "[plan][kinds]") {

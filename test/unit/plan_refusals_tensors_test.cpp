@@ -36,7 +36,8 @@ TEST_CASE("plan: refuses complex parameters and other unknown dtypes", "[plan][r
 }
 
 TEST_CASE("plan: accepts every other dtype beside float32, integers frozen", "[plan]") {
-  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) CHECK(outcome_with_b(at::ones({3}, dtype)) == "accepted");
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
+    CHECK(outcome_with_b(at::ones({3}, dtype)) == "accepted");
   for (const auto dtype : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kBool}) {
     CHECK(outcome_with_b(at::ones({3}, dtype), /*requires_grad=*/false) == "accepted");
   }
@@ -183,7 +184,8 @@ TEST_CASE("plan: refuses gradients that are not like their parameter", "[plan][r
           model["a"].mutable_grad() = at::ones({2});
           model["a"].set_requires_grad(false);
         }) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'a': it has requires_grad=false and a gradient, by which a step would still move "
+        "UNIMPLEMENTED: plan_fsdp, rank 1: parameter 'a': it has requires_grad=false and a gradient, by which a step would still "
+        "move "
         "it. Call zero_grad() first.");
 }
 
@@ -226,8 +228,9 @@ TEST_CASE("plan: refuses tensors of no model as it refuses parameters, by their 
   CHECK(outcome_with_foreign(at::ones({4, 3})) == "accepted");
   CHECK(outcome_with_foreign(at::ones({4, 3}).t()) == "accepted");
   CHECK(outcome_with_foreign(at::ones({3}, at::kLong)) ==
-        subject + "belongs to no given model and has dtype int64, only float32, float64, bfloat16 and float16 are supported there. "
-                  "Take it out of the optimizer.");
+        subject +
+            "belongs to no given model and has dtype int64, only float32, float64, bfloat16 and float16 are supported there. "
+            "Take it out of the optimizer.");
   CHECK(outcome_with_foreign(at::ones({3}, at::TensorOptions().device(at::kMeta))) ==
         subject + "is on device meta, only cpu is supported yet. Move the model to the CPU before building the optimizer.");
   CHECK(outcome_with_foreign(at::ones({1}).expand({3})) ==
@@ -255,7 +258,8 @@ TEST_CASE("plan: refuses state of a tensor of no model that is not shaped like i
   state->step(3).exp_avg(at::zeros({2})).exp_avg_sq(at::zeros({3}));
   adam.state()[foreign.unsafeGetTensorImpl()] = std::move(state);
   CHECK(outcome(plan_fsdp(model, {&adam}, 1, 2)) ==
-        "UNIMPLEMENTED: plan_fsdp, rank 1: Adam, optimizers[0], group 0, params()[1]: state 'exp_avg' has shape [2], the parameter has "
+        "UNIMPLEMENTED: plan_fsdp, rank 1: Adam, optimizers[0], group 0, params()[1]: state 'exp_avg' has shape [2], the parameter "
+        "has "
         "[3]. Erase or rebuild that state, then call again.");
 }
 

@@ -4,12 +4,12 @@
 #include <memory>
 #include <string>
 
-#include <nlohmann/json.hpp>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <nlohmann/json.hpp>
 
 #include "test/support/catch.h"
 #include "test/support/plan_text.h"

@@ -105,8 +105,7 @@ TEST_CASE("units: automatic keeps a small rest together", "[plan][units]") {
 TEST_CASE("units: automatic puts blocks that are too small for a gather together", "[plan][units]") {
   Bag model;
   for (int i = 0; i < 100; ++i) model.register_module("layer" + std::to_string(i), linear(200, 200));  // 40,200 each
-  CHECK(automatic(model) ==
-        "layer0..layer26 1,085,400 | layer27..layer53 1,085,400 | layer54..layer99 1,849,200");
+  CHECK(automatic(model) == "layer0..layer26 1,085,400 | layer27..layer53 1,085,400 | layer54..layer99 1,849,200");
 }
 
 TEST_CASE("units: automatic makes no unit of two norms that repeat each other inside a lone block", "[plan][units]") {
@@ -138,8 +137,7 @@ TEST_CASE("units: by_size leaves a module's small parameters with its large one"
   Bag model({{"own", {4}}});
   model.register_module("first", linear(9, 10));    // 90 and 10: a ninth
   model.register_module("second", linear(7, 100));  // 700 and 100: a seventh
-  CHECK(by_size(model, 50) ==
-        "own..first: own first.weight first.bias | second.weight: second.weight | second.bias: second.bias");
+  CHECK(by_size(model, 50) == "own..first: own first.weight first.bias | second.weight: second.weight | second.bias: second.bias");
   CHECK(by_size(model, 101) == "own..first: own first.weight first.bias | second: second.weight second.bias");
 }
 
