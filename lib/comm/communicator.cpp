@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "lib/base/error.h"
 #include "lib/comm/engine.h"
 
 namespace rebind::comm {
@@ -22,7 +23,11 @@ struct Pending::Job {
   std::atomic<bool> done = false;
 
   void finish() {
-    run(*this);
+    try {
+      run(*this);
+    } catch (const std::exception& failure) {  // no memory for what is received
+      status = error(absl::StatusCode::kResourceExhausted, {.call = "a collective"}, failure.what(), "Free memory or use more ranks");
+    }
     run = nullptr;
     done.store(true, std::memory_order_release);
     done.notify_all();

@@ -120,7 +120,7 @@ absl::Status Communicator::Engine::move(const Parts& parts, int64_t bytes, const
     if (parts.received[peer] == nullptr || peer == rank_ || received_ends_[peer] == header.position) continue;
     return fail(absl::StatusCode::kInternal, header,
                 absl::StrCat("the data of rank ", peer, " ends with ", received_ends_[peer], ", expected ", header.position),
-                "Another user of the group_ sends with tags from 2^30; choose smaller ones");
+                "Another user of the group sends with tags from 2^30; choose smaller ones");
   }
   return absl::OkStatus();
 }

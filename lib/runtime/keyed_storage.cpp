@@ -50,10 +50,9 @@ KeyedStorage::KeyedStorage(Role role, Slice& slice, const std::shared_ptr<Shardi
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
-KeyedStorage* KeyedStorage::of(const at::Tensor& tensor) {
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (!impl->has_storage()) return nullptr;
-  c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+KeyedStorage* KeyedStorage::of(const c10::TensorImpl& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
   if (storage == nullptr || typeid(*storage) != typeid(KeyedStorage)) return nullptr;
   return static_cast<KeyedStorage*>(storage);
 }

@@ -39,13 +39,15 @@ class KeyedStorage final : public c10::StorageImpl {
   ~KeyedStorage() override { tell_released(); }
 
   // The storage behind `tensor` if it is one of ours, else null.
-  static KeyedStorage* of(const at::Tensor& tensor);
+  static KeyedStorage* of(const c10::TensorImpl& tensor);
+  static KeyedStorage* of(const at::Tensor& tensor) { return of(*tensor.unsafeGetTensorImpl()); }
 
   Role role() const { return role_; }
   // Valid while lock() is not null. Of a slice the first parameter in it.
   Parameter& parameter() const { return *parameter_; }
   Slice& slice() const { return *slice_; }  // of kShard and kShardGradient
   std::shared_ptr<Sharding> lock() const { return strong_ ? strong_ : weak_.lock(); }
+  Sharding* kept() const { return strong_.get(); }  // of a window: it lives as long as this storage
 
   // Raw accesses reach `memory`, which outlives the next hide(), or `keep_alive` holds it.
   void expose(void* memory, std::shared_ptr<void> keep_alive = nullptr);

@@ -52,6 +52,8 @@ struct Parameter {
   bool cleared = false;                     // by the program, while its unit's Reduction was under way
   KeyedStorage* facade = nullptr;           // null: the window has no gradient of ours
 
+  // To look at while no other thread can let go of the model; null if it is gone.
+  const c10::TensorImpl* peek_window() const { return window.use_count() > 0 ? window._unsafe_get_target() : nullptr; }
   // Undefined if the model is gone.
   at::Tensor lock_window() const {
     c10::intrusive_ptr<c10::TensorImpl> impl = window.lock();
@@ -64,8 +66,7 @@ struct Parameter {
 
 // Whether `gradient` is the handle that we put on the window, now or through a detached alias.
 inline bool is_facade_of(const Parameter& parameter, const at::Tensor& gradient) {
-  const KeyedStorage* storage = KeyedStorage::of(gradient);
-  return storage != nullptr && storage == parameter.facade;
+  return parameter.facade != nullptr && KeyedStorage::of(gradient) == parameter.facade;
 }
 
 }  // namespace rebind::runtime

@@ -16,6 +16,9 @@ using plan::shard_of;
 
 bool has_handle(const Parameter* parameter) { return parameter->reduced || parameter->waiting; }
 
+// LibTorch's kernels round the last elements of a half precision tensor differently than those before: where a tensor ends shows.
+bool may_join(at::ScalarType dtype) { return c10::elementSize(dtype) >= 4; }
+
 std::string label_of(const Slice& slice) {
   const size_t others = slice.members.size() - 1;
   return absl::StrCat("parameter '", slice.members[0]->name, "'", others == 0 ? "" : absl::StrCat(" and ", others, " more"));
@@ -97,7 +100,7 @@ std::vector<at::Tensor> gradient_parts(const Parameter& parameter) {
 void Sharding::make_runs(const std::vector<std::string>& keys, bool coalesce) {
   for (auto& unit : units) {
     for (Parameter* parameter : unit->parameters) {
-      const bool goes_on = coalesce && !unit->runs.empty() && keys[unit->runs.back()->members.back()->index] == keys[parameter->index];
+      const bool goes_on = may_join(unit->dtype) && coalesce && !unit->runs.empty() && keys[unit->runs.back()->members.back()->index] == keys[parameter->index];
       if (!goes_on) {
         unit->runs.push_back(std::make_unique<Run>());
         unit->runs.back()->unit = unit.get();
@@ -121,7 +124,7 @@ void Sharding::make_runs(const std::vector<std::string>& keys, bool coalesce) {
         return to.back().get();
       };
       const Extent extent(*run, world_size());
-      run->is_joined = coalesce && (run->members.size() > 1 || extent.pieces > 1);
+      run->is_joined = coalesce && may_join(unit->dtype) && (run->members.size() > 1 || extent.pieces > 1);
       if (run->is_joined) {
         for (int i = 0; i < extent.pieces; ++i) add(run->joined, run->members, extent.piece(rank(), i), true);
         if (run->members.size() == 1) continue;  // it never has a gradient and none

@@ -22,7 +22,8 @@ using torch::jit::Stack;
 struct Touched {
   at::Tensor tensor;  // held: the operator takes its arguments off the stack
   KeyedStorage* storage;
-  std::shared_ptr<Sharding> sharding;
+  Sharding* sharding;
+  std::shared_ptr<Sharding> keep;  // null where the storage keeps it
   size_t argument;
   bool written;
   bool pinned = false;
@@ -36,7 +37,8 @@ void collect_tensor(const OperatorInfo& info, const at::Tensor& tensor, size_t a
   if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->key_set().has(kTouchKey)) return;
   KeyedStorage* storage = KeyedStorage::of(tensor);
   if (storage == nullptr) return;
-  std::shared_ptr<Sharding> sharding = storage->lock();
+  std::shared_ptr<Sharding> keep = storage->kept() == nullptr ? storage->lock() : nullptr;
+  Sharding* sharding = keep == nullptr ? storage->kept() : keep.get();
   if (sharding == nullptr) {
     // The model is gone. What the optimizer still holds is ordinary memory; a gradient of the model's is not.
     if (storage->hidden()) throw_error({.call = info.name}, "a gradient was used after its sharded model was destroyed", "Clone it earlier");
@@ -44,7 +46,7 @@ void collect_tensor(const OperatorInfo& info, const at::Tensor& tensor, size_t a
   }
   // Other libraries' operators need not say what they write.
   const bool written = info.writes_argument(argument) || !info.is_aten;
-  touches.push_back({tensor, storage, std::move(sharding), argument, written});
+  touches.push_back({tensor, storage, sharding, std::move(keep), argument, written});
 }
 
 Touches collect(const OperatorInfo& info, const Stack& stack) {
@@ -96,35 +98,35 @@ bool is_live_facade(const Touched& touched) {
 // What no parameter of a sharded model can mean, whatever the values.
 void refuse(const OperatorInfo& info, const Touched& touched) {
   Sharding& sharding = *touched.sharding;
-  const Where where = sharding.where(absl::StrCat("operator ", info.name), &touched.parameter());
+  const auto where = [&] { return sharding.where(absl::StrCat("operator ", info.name), &touched.parameter()); };
   const bool alone = sharding.world_size() == 1;
   if (sharding.restored && touched.storage->hidden()) {
-    throw_error(where, "the model was restored since this view, gradient or graph was made", "Take it from the plain parameter again");
+    throw_error(where(), "the model was restored since this view, gradient or graph was made", "Take it from the plain parameter again");
   }
   if (info.collective) {
-    throw_error(where, "a collective of the program's own on a sharded tensor", "Clone the tensor and use the copy");
+    throw_error(where(), "a collective of the program's own on a sharded tensor", "Clone the tensor and use the copy");
   }
   if (info.special == Special::kReplace && touched.written) {
     const bool is_handle = touched.role() != Role::kWindow || touched.parameter().lock_window().is_same(touched.tensor);
     if (is_handle) {
-      throw_error(where, "it would replace the memory or the shape of a sharded tensor (torch::load does that)",
+      throw_error(where(), "it would replace the memory or the shape of a sharded tensor (torch::load does that)",
                   "Load inside `auto whole = fsdp->full_parameters(/*write_back=*/true);`, or write the values with copy_()");
     }
   }
   if (info.special == Special::kRenorm && touched.role() == Role::kWindow && !alone) {
-    throw_error(where, "max_norm renormalises other rows on each rank", "Build the embedding without max_norm");
+    throw_error(where(), "max_norm renormalises other rows on each rank", "Build the embedding without max_norm");
   }
   if (touched.role() == Role::kFacade && !is_live_facade(touched)) {
-    throw_error(where, "this gradient was cleared (zero_grad) and is kept by a handle of the program's own", "Clone a gradient to keep it");
+    throw_error(where(), "this gradient was cleared (zero_grad) and is kept by a handle of the program's own", "Clone a gradient to keep it");
   }
   const bool on_shard = touched.role() == Role::kShard || touched.role() == Role::kShardGradient;
   if (on_shard && !alone && (info.reduction || info.special == Special::kAbs) &&
       !(info.special == Special::kNorm && touched.role() == Role::kShardGradient)) {
-    throw_error(where, "an optimizer's list holds this rank's shard; its reduction is not the parameter's",
+    throw_error(where(), "an optimizer's list holds this rank's shard; its reduction is not the parameter's",
                 "Use model->parameters(), or fsdp->clip_grad_norm(max_norm, norm_type)");
   }
   if (on_shard && touched.written && sharding.whole_open) {
-    throw_error(where, "an optimizer step inside full_parameters() would be lost", "Close the scope before training");
+    throw_error(where(), "an optimizer step inside full_parameters() would be lost", "Close the scope before training");
   }
 }
 
@@ -243,12 +245,36 @@ bool answer_norm(const c10::OperatorHandle& op, const OperatorInfo& info, c10::D
   return true;
 }
 
+// Holds the mutex of one sharding after another.
+class Locks {
+ public:
+  void hold(Sharding& sharding) {
+    if (held_ == &sharding) return;
+    if (held_ != nullptr) held_->mutex.unlock();
+    held_ = &sharding;
+    sharding.mutex.lock();
+  }
+  Locks() = default;
+  ~Locks() {
+    if (held_ != nullptr) held_->mutex.unlock();
+  }
+  Locks(const Locks&) = delete;
+  Locks& operator=(const Locks&) = delete;
+
+ private:
+  Sharding* held_ = nullptr;
+};
+
 // Windows and facades have memory while this lives; what was written is carried on when it ends, also after an exception.
 class Presence {
  public:
   explicit Presence(Touches& touches) : touches_(touches) {
     try {
-      for (Touched& touched : touches_) begin(touched);
+      Locks locks;
+      for (Touched& touched : touches_) {
+        locks.hold(*touched.sharding);
+        begin(touched);
+      }
     } catch (...) {
       end();
       throw;
@@ -267,7 +293,6 @@ class Presence {
   void begin(Touched& touched) {
     Sharding& sharding = *touched.sharding;
     Parameter& parameter = touched.parameter();
-    std::lock_guard lock(sharding.mutex);
     switch (touched.role()) {
       case Role::kWindow:
         sharding.pin_values(parameter);
@@ -294,10 +319,11 @@ class Presence {
   }
 
   void end() {
+    Locks locks;
     for (Touched& touched : touches_) {
       Sharding& sharding = *touched.sharding;
       Parameter& parameter = touched.parameter();
-      std::lock_guard lock(sharding.mutex);
+      locks.hold(sharding);
       if (touched.written) {
         switch (touched.role()) {
           case Role::kWindow:

@@ -12,11 +12,11 @@ constexpr char kRawAccess[] =
     " is sharded and its memory is not here: this read goes around LibTorch's operators (data_ptr, torch::save, printing). "
     "Open a scope `auto whole = fsdp->full_parameters();` around it, or copy the tensor first (clone()).";
 
-bool is_our_window(const Parameter& parameter, const at::Tensor& window) {
+bool is_our_window(const Parameter& parameter, const c10::TensorImpl& window) {
   const KeyedStorage* storage = KeyedStorage::of(window);
   return storage != nullptr && storage->role() == Role::kWindow && &storage->parameter() == &parameter &&
          window.sizes() == at::IntArrayRef(parameter.sizes) && window.strides() == at::IntArrayRef(parameter.strides) &&
-         window.scalar_type() == parameter.dtype && window.storage_offset() == 0;
+         window.dtype() == c10::scalarTypeToTypeMeta(parameter.dtype) && window.storage_offset() == 0;
 }
 
 }  // namespace
@@ -49,8 +49,8 @@ void Sharding::check_window(Parameter& parameter) {
                 "the post-accumulate hook that takes its gradient was replaced by the program's own",
                 "Use parameter.register_hook() instead; this sharding cannot go on: rebuild it from a checkpoint");
   }
-  const at::Tensor window = parameter.lock_window();
-  if (!window.defined() || is_our_window(parameter, window)) return;
+  const c10::TensorImpl* window = parameter.peek_window();
+  if (window == nullptr || is_our_window(parameter, *window)) return;
   check_windows();
 }
 
@@ -60,7 +60,7 @@ void Sharding::check_windows() {
   const Parameter* first = nullptr;
   for (auto& parameter : parameters) {
     at::Tensor window = parameter->lock_window();
-    if (!window.defined() || is_our_window(*parameter, window)) continue;
+    if (!window.defined() || is_our_window(*parameter, *window.unsafeGetTensorImpl())) continue;
     if (first == nullptr) first = parameter.get();
     // The shard still holds the truth: with the window back in place the model is whole again before anything is thrown.
     ClosingScope on_purpose(*this);
@@ -74,10 +74,10 @@ void Sharding::check_windows() {
 }
 
 void Sharding::check_gradient(Parameter& parameter) {
+  const c10::TensorImpl* window = parameter.peek_window();
+  if (window == nullptr || !window->grad().defined() || is_facade_of(parameter, window->grad())) return;
   // In a backward autograd itself puts a plain gradient there, an instant before our hook takes it.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
-  const at::Tensor window = parameter.lock_window();
-  if (!window.defined() || !window.grad().defined() || is_facade_of(parameter, window.grad())) return;
   throw_error(where("use of a sharded model", &parameter),
               "its gradient was assigned from outside; the optimizer, which holds the shard, would not see it",
               "Write into the gradient that is there (parameter.grad().copy_()), or clear it with parameter.mutable_grad().reset()");
