@@ -22,7 +22,4 @@ absl::Status check_tensors(const Census& census, const Where& where);
 // Unimplemented: a state tensor that is neither shaped like its parameter nor 0-dim, or is not dense CPU memory.
 absl::Status check_state(const Census& census, const Where& where);
 
-// Unimplemented: what a plan can be made for and the runtime does not serve yet, which is a tensor of no model. For prepare_fsdp.
-absl::Status check_runtime_support(const Census& census, const Where& where);
-
 }  // namespace rebind::plan

@@ -7,7 +7,6 @@
 #include "lib/base/error.h"
 #include "lib/comm/error_file.h"
 #include "lib/plan/census.h"
-#include "lib/plan/refuse.h"
 #include "lib/prepare/decision.h"
 #include "lib/prepare/stage.h"
 
@@ -65,7 +64,6 @@ absl::StatusOr<std::unique_ptr<Fsdp>> transaction(const std::vector<NamedModule>
     auto made = plan::make_plan(census, group->getRank(), group->getSize(), options, where);
     if (!made.ok()) return made.status();
     plan = *std::move(made);
-    if (absl::Status status = plan::check_runtime_support(census, where); !status.ok()) return status;
     lines = plan::agreement_lines(census, plan, options);
     return absl::OkStatus();
   });

@@ -60,7 +60,9 @@ std::vector<at::Tensor> restored_group(const std::vector<at::Tensor>& params, co
   }
   if (now != record.placed) return result;  // the program changed the group: its order stays
   result.clear();                           // untouched: also the duplicates come back that were dropped
-  for (int index : record.original) result.push_back(sharding.parameters[index]->lock_window());
+  for (const auto& [index, foreign] : record.original) {
+    result.push_back(index < 0 ? foreign : sharding.parameters[index]->lock_window());
+  }
   return result;
 }
 
@@ -118,6 +120,7 @@ void put_back(Sharding& sharding, Whole& whole) noexcept {
     window.mutable_grad() = whole.gradients[i];
     torch::autograd::impl::set_post_acc_grad_hooks(window, nullptr);
   }
+  for (auto& replica : sharding.replicas) runtime::remove_replica_hooks(*replica);
   sharding.drop_unpinned();
   sharding.restored = true;
   for (auto& unit : sharding.units) {

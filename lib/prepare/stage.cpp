@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <string_view>
 
 namespace rebind::prepare {
@@ -187,23 +188,32 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
   for (size_t g = 0; g < staged.groups.size(); ++g) {
     runtime::GroupRecord& record = sharding.groups[index][g];
     for (const at::Tensor& entry : optimizer.param_groups()[g].params()) {
-      record.original.push_back(indices.at(entry.unsafeGetTensorImpl()));
+      const int parameter = indices.at(entry.unsafeGetTensorImpl());
+      record.original.push_back({parameter, parameter < 0 ? entry : at::Tensor()});
     }
-    std::vector<std::pair<int, const Parameter*>> members;
-    for (const auto& parameter : sharding.parameters) {
-      for (const Holder& holder : parameter->holders) {
-        if (holder.optimizer == index && holder.group == static_cast<int>(g)) members.emplace_back(holder.index, parameter.get());
+    // Of each place the parameter, or the tensor of no model.
+    std::map<int, std::pair<const Parameter*, at::Tensor>> members;
+    const auto add = [&](const std::vector<Holder>& holders, const Parameter* parameter, const at::Tensor& tensor) {
+      for (const Holder& holder : holders) {
+        if (holder.optimizer == index && holder.group == static_cast<int>(g)) members[holder.index] = {parameter, tensor};
       }
-    }
-    std::sort(members.begin(), members.end());
+    };
+    for (const auto& parameter : sharding.parameters) add(parameter->holders, parameter.get(), {});
+    for (const plan::ForeignTensor& foreign : census.foreign) add(foreign.holders, nullptr, foreign.tensor);
+    const auto place = [&](const at::Tensor& tensor) {
+      staged.groups[g].push_back(tensor);
+      record.placed.push_back(tensor.unsafeGetTensorImpl());
+    };
     absl::flat_hash_set<const runtime::Run*> placed;
-    for (const auto& [position, parameter] : members) {
+    for (const auto& [position, member] : members) {
+      const auto& [parameter, foreign] = member;
+      if (parameter == nullptr) {
+        place(foreign);
+        continue;
+      }
       if (!placed.insert(parameter->run).second) continue;  // in the place of its first member
       for (const auto* slices : {&parameter->run->joined, &parameter->run->single}) {
-        for (const auto& slice : *slices) {
-          staged.groups[g].push_back(slice->tensor);
-          record.placed.push_back(slice->tensor.unsafeGetTensorImpl());
-        }
+        for (const auto& slice : *slices) place(slice->tensor);
       }
     }
     optimizer.param_groups()[g].params().reserve(staged.groups[g].size());  // the commit must not allocate
@@ -211,26 +221,66 @@ absl::Status stage_optimizer(const plan::Census& census, const Indices& indices,
   return absl::OkStatus();
 }
 
+// Values of rank 0, by which `target` will be overwritten unless it has them.
+absl::Status stage_copy(at::Tensor target, const std::string& name, Synchronizer& sync, Staged& staged) {
+  auto values = sync(target, name);
+  if (!values.ok()) return values.status();
+  if (same_bytes(plain(target), *values)) return absl::OkStatus();  // nothing to write, so older graphs stay valid
+  // Elements that share memory are written once: LibTorch refuses to write them together.
+  for (int64_t d = 0; d < target.dim(); ++d) {
+    if (target.stride(d) != 0 || target.size(d) < 2) continue;
+    target = target.narrow(d, 0, 1);
+    *values = values->narrow(d, 0, 1);
+  }
+  staged.copies.push_back({target, *std::move(values)});
+  return absl::OkStatus();
+}
+
 absl::Status stage_buffers(const plan::Census& census, Synchronizer& sync, Staged& staged) {
   for (const NamedModule& model : census.models) {
     for (const auto& item : model.module->named_buffers()) {
       if (!item.value().defined()) continue;
-      auto values = sync(item.value(), absl::StrCat("buffer '", item.key(), "'"));
-      if (!values.ok()) return values.status();
-      StagedBuffer buffer{item.value(), *values};
-      if (same_bytes(plain(buffer.target), buffer.value)) continue;  // nothing to write, so older graphs stay valid
-      // Elements that share memory are written once: LibTorch refuses to write them together.
-      for (int64_t d = 0; d < buffer.target.dim(); ++d) {
-        if (buffer.target.stride(d) != 0 || buffer.target.size(d) < 2) continue;
-        buffer = {buffer.target.narrow(d, 0, 1), buffer.value.narrow(d, 0, 1)};
-      }
-      staged.buffers.push_back(std::move(buffer));
+      if (auto status = stage_copy(item.value(), absl::StrCat("buffer '", item.key(), "'"), sync, staged); !status.ok()) return status;
     }
   }
   return absl::OkStatus();
 }
 
+// Tensors of no model stay where they are, with their state, and get rank 0's values.
+absl::Status stage_foreign(const plan::Census& census, Synchronizer& sync, Staged& staged) {
+  for (const plan::ForeignTensor& foreign : census.foreign) {
+    const Holder& first = foreign.holders.front();
+    const std::string name = absl::StrCat("optimizers[", first.optimizer, "], group ", first.group, ", params()[", first.index, "]");
+    if (auto status = stage_copy(foreign.tensor.detach(), name, sync, staged); !status.ok()) return status;
+    if (foreign.tensor.grad().defined()) {
+      auto status = stage_copy(foreign.tensor.grad(), absl::StrCat("gradient of ", name), sync, staged);
+      if (!status.ok()) return status;
+    }
+    for (size_t k = 0; k < census.optimizers.size(); ++k) {
+      const bool held = std::any_of(foreign.holders.begin(), foreign.holders.end(),
+                                    [&](const Holder& holder) { return holder.optimizer == static_cast<int>(k); });
+      const auto* state = held ? plan::state_of(*census.optimizers[k], foreign.tensor) : nullptr;
+      if (state == nullptr) continue;
+      for (const auto& [key, tensor] : census.adapters[k]->take_apart(*state).tensors) {
+        auto status = stage_copy(tensor, absl::StrCat("state '", key, "' of ", name), sync, staged);
+        if (!status.ok()) return status;
+      }
+    }
+    Sharding& sharding = *staged.sharding;
+    sharding.replicas.push_back(std::make_unique<runtime::Replica>(name, foreign.tensor));
+    if (sharding.world_size() == 1 && sharding.divide_factor == 1) continue;  // its gradient stays as autograd leaves it
+    runtime::add_replica_hook(staged.sharding, *sharding.replicas.back());
+    staged.replica_hooks.push_back(runtime::make_replica_hook(staged.sharding, *sharding.replicas.back()));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+Staged::~Staged() {
+  if (sharding == nullptr || sharding->replicas_watched) return;
+  for (auto& replica : sharding->replicas) runtime::remove_replica_hooks(*replica);
+}
 
 absl::Status stage(const plan::Census& census, const FsdpOptions& options, Staged& staged) {
   at::NoGradGuard no_grad;
@@ -250,10 +300,12 @@ absl::Status stage(const plan::Census& census, const FsdpOptions& options, Stage
   staged.optimizers.resize(census.optimizers.size());
   Indices indices;
   for (size_t i = 0; i < census.parameters.size(); ++i) indices[census.parameters[i].tensor.unsafeGetTensorImpl()] = static_cast<int>(i);
+  for (size_t i = 0; i < census.foreign.size(); ++i) indices[census.foreign[i].tensor.unsafeGetTensorImpl()] = -1;
   for (size_t k = 0; k < census.optimizers.size(); ++k) {
     auto status = stage_optimizer(census, indices, static_cast<int>(k), sync, sharding, staged.optimizers[k]);
     if (!status.ok()) return status;
   }
+  if (auto status = stage_foreign(census, sync, staged); !status.ok()) return status;
   if (auto status = stage_buffers(census, sync, staged); !status.ok()) return status;
   return sync.compare();
 }
@@ -281,9 +333,14 @@ void commit(Staged& staged) noexcept {
     if (parameter.hook != nullptr) torch::autograd::impl::set_post_acc_grad_hooks(parameter.original, std::move(parameter.hook));
   }
   for (StagedOptimizer& optimizer : staged.optimizers) commit_optimizer(optimizer);
-  for (StagedBuffer& buffer : staged.buffers) {
-    c10::InferenceMode as_made(buffer.target.is_inference());  // outside the mode such a buffer cannot be written
-    buffer.target.copy_(buffer.value);
+  Sharding& sharding = *staged.sharding;
+  for (size_t i = 0; i < staged.replica_hooks.size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(sharding.replicas[i]->tensor, std::move(staged.replica_hooks[i]));
+  }
+  sharding.replicas_watched = true;
+  for (StagedCopy& copy : staged.copies) {
+    c10::InferenceMode as_made(copy.target.is_inference());  // outside the mode such a buffer cannot be written
+    copy.target.copy_(copy.value);
   }
   staged.parameters.clear();
 }

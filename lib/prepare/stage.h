@@ -34,15 +34,23 @@ struct StagedOptimizer {
   std::vector<std::vector<at::Tensor>> groups;
 };
 
-struct StagedBuffer {
+// Values of rank 0 for a tensor that stays where it is.
+struct StagedCopy {
   at::Tensor target, value;
 };
 
 struct Staged {
+  Staged() = default;
+  Staged(const Staged&) = delete;
+  Staged& operator=(const Staged&) = delete;
+  // Without a commit: takes off what had to be put on an original.
+  ~Staged();
+
   std::shared_ptr<runtime::Sharding> sharding;
   std::vector<StagedParameter> parameters;
   std::vector<StagedOptimizer> optimizers;
-  std::vector<StagedBuffer> buffers;
+  std::vector<StagedCopy> copies;
+  std::vector<std::unique_ptr<torch::autograd::PostAccumulateGradHook>> replica_hooks;
 };
 
 absl::Status stage(const plan::Census& census, const FsdpOptions& options, Staged& staged);

@@ -51,8 +51,14 @@ double Fsdp::clip_grad_norm(double max_norm, double norm_type, bool error_if_non
     if (!parameter->reduced) continue;
     for (at::Tensor& part : gradient_parts(*parameter)) gradients.push_back(std::move(part));
   }
+  std::vector<at::Tensor> replicated;  // the same on every rank: one of them counts it
+  for (const auto& replica : sharding.replicas) {
+    if (replica->tensor.grad().defined()) replicated.push_back(replica->tensor.grad());
+  }
+  std::vector<at::Tensor> counted = gradients;
+  if (sharding.rank() == 0) counted.insert(counted.end(), replicated.begin(), replicated.end());
   if (sharding.world_size() > 1) ++sharding.counts.all_reduces;
-  const double norm = sharding.norm_over_ranks(gradients, norm_type, "clip_grad_norm");
+  const double norm = sharding.norm_over_ranks(counted, norm_type, "clip_grad_norm");
   if (error_if_nonfinite && !std::isfinite(norm)) {
     throw_error(where, "the norm of the gradients is not finite; no gradient was changed",
                 "Skip the step on all ranks, or pass error_if_nonfinite = false");
@@ -61,6 +67,7 @@ double Fsdp::clip_grad_norm(double max_norm, double norm_type, bool error_if_non
   const double factor = max_norm / (norm + 1e-6);
   if (factor >= 1) return norm;
   for (const at::Tensor& gradient : gradients) gradient.mul_(factor);
+  for (const at::Tensor& gradient : replicated) gradient.mul_(factor);
   for (auto& parameter : sharding.parameters) {
     if (parameter->reduced) parameter->unit->gradients.stale[parameter->slot_in_unit] = true;
   }

@@ -72,18 +72,7 @@ void Sharding::hook_fired(Parameter& parameter, const at::Tensor& window) {
     throw_error(where("backward", &parameter), "a backward inside full_parameters() would train on copies",
                 "Close the scope before training");
   }
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task != graph_task_) {
-    // Another backward than the one whose arrivals were counted: that one was interrupted, or this one runs inside it.
-    graph_task_ = task;
-    for (auto& unit : units) {
-      finish_reduction(*unit);
-      unit->arrived = 0;
-      for (Parameter* other : unit->parameters) other->arrived = false;
-    }
-    queue_finish();
-  }
-
+  begin_task();
   if (at::Tensor gradient = window.grad(); gradient.defined() && !is_facade_of(parameter, gradient)) {
     // Fresh: .grad was undefined when backward began. A sum that the shard may still have was dropped on the window's side.
     window.mutable_grad().reset();
@@ -130,13 +119,23 @@ struct BackwardEnd {
 
 }  // namespace
 
-void Sharding::queue_finish() {
+void Sharding::begin_task() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == graph_task_) return;
+  // Another backward than the one whose arrivals were counted: that one was interrupted, or this one runs inside it.
+  graph_task_ = task;
+  for (auto& unit : units) {
+    finish_reduction(*unit);
+    unit->arrived = 0;
+    for (Parameter* other : unit->parameters) other->arrived = false;
+  }
   auto end = std::make_shared<BackwardEnd>(weak_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), end] { self->finish_backward(); });
 }
 
 void Sharding::backward_ended() noexcept {
   std::lock_guard lock(mutex);
+  for (auto& replica : replicas) interrupt(*replica);
   // After an exception some members of a run have a gradient and some may not: nobody knows before they are reduced, and then an
   // optimizer may be walking over the slices. Now none is.
   for (auto& unit : units) {
@@ -152,9 +151,12 @@ void Sharding::finish_backward() {
   graph_task_ = -1;
   finishing_ = true;
   absl::Cleanup done = [this] { finishing_ = false; };
-  std::vector<uint64_t> words(words_for(units.size()));
+  std::vector<uint64_t> words(words_for(units.size() + replicas.size()));
   for (auto& unit : units) {
     if (unit->has_pending()) set_bit(words, unit->index);
+  }
+  for (size_t i = 0; i < replicas.size(); ++i) {
+    if (replicas[i]->pending.defined()) set_bit(words, units.size() + i);
   }
   std::vector<std::vector<uint64_t>> all{words};
   if (world_size() > 1) {
@@ -166,6 +168,9 @@ void Sharding::finish_backward() {
   }
   for (auto& unit : units) {
     if (any_rank_has(all, unit->index)) reduce(*unit);
+  }
+  for (size_t i = 0; i < replicas.size(); ++i) {
+    if (any_rank_has(all, units.size() + i)) average(*replicas[i], static_cast<int>(i));
   }
   for (auto& unit : units) {
     finish_reduction(*unit);

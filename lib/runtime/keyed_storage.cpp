@@ -50,6 +50,14 @@ KeyedStorage::KeyedStorage(Role role, Slice& slice, const std::shared_ptr<Shardi
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+KeyedStorage::KeyedStorage(int64_t nbytes, const std::string& message)
+    : c10::StorageImpl(use_byte_size_t(), nbytes, at::DataPtr(nullptr, at::Device(at::kCPU)), /*allocator=*/nullptr,
+                       /*resizable=*/false),
+      role_(Role::kInterrupted),
+      parameter_(nullptr) {
+  release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
 KeyedStorage* KeyedStorage::of(const c10::TensorImpl& tensor) {
   if (!tensor.has_storage()) return nullptr;
   c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
@@ -94,6 +102,11 @@ at::Tensor make_keyed_tensor(c10::intrusive_ptr<KeyedStorage> storage, at::Scala
       c10::DispatchKeySet({c10::DispatchKey::CPU, kTouchKey}), c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return tensor;
+}
+
+at::Tensor make_interrupted(const at::Tensor& tensor, const std::string& message) {
+  auto storage = c10::make_intrusive<KeyedStorage>(static_cast<int64_t>(tensor.nbytes()), message);
+  return make_keyed_tensor(std::move(storage), tensor.scalar_type(), tensor.sizes(), tensor.strides());
 }
 
 }  // namespace rebind::runtime

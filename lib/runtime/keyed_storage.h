@@ -28,6 +28,7 @@ enum class Role : uint8_t {
   kFacade,         // its .grad, on the unit's gathered gradients; hidden unless an operator runs
   kShard,          // a slice of the flat shard, which the optimizer holds
   kShardGradient,  // the .grad of that; hidden until it is reduced
+  kInterrupted,    // stands for a gradient that may not be used; always hidden, of no parameter
 };
 
 class KeyedStorage final : public c10::StorageImpl {
@@ -36,6 +37,7 @@ class KeyedStorage final : public c10::StorageImpl {
   KeyedStorage(Role role, Parameter& parameter, const std::shared_ptr<Sharding>& sharding, int64_t nbytes,
                const std::string& message);
   KeyedStorage(Role role, Slice& slice, const std::shared_ptr<Sharding>& sharding, int64_t nbytes, const std::string& message);
+  KeyedStorage(int64_t nbytes, const std::string& message);  // kInterrupted
   ~KeyedStorage() override { tell_released(); }
 
   // The storage behind `tensor` if it is one of ours, else null.
@@ -53,6 +55,8 @@ class KeyedStorage final : public c10::StorageImpl {
   void expose(void* memory, std::shared_ptr<void> keep_alive = nullptr);
   void hide();
   bool hidden() const { return hidden_; }
+  // While hidden: the error of a raw access.
+  void throw_message() const { data(); }
 
   // Operators running on it; exposed while there are any. Guarded by the sharding's mutex.
   int pins = 0;
@@ -74,6 +78,9 @@ class KeyedStorage final : public c10::StorageImpl {
 // A leaf tensor over `storage`, with the key that makes operators call the touch fallback.
 at::Tensor make_keyed_tensor(c10::intrusive_ptr<KeyedStorage> storage, at::ScalarType dtype, at::IntArrayRef sizes,
                              at::IntArrayRef strides);
+
+// Shaped like `tensor`; any use throws `message`.
+at::Tensor make_interrupted(const at::Tensor& tensor, const std::string& message);
 
 // The key on all of them. LibTorch reserves it for out-of-tree libraries and has no kernels for it.
 constexpr c10::DispatchKey kTouchKey = c10::DispatchKey::Fake;

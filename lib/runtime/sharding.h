@@ -27,6 +27,7 @@
 #include "lib/base/error.h"
 #include "lib/comm/communicator.h"
 #include "lib/runtime/arena.h"
+#include "lib/runtime/replicas.h"
 #include "lib/runtime/schedule.h"
 #include "lib/runtime/unit.h"
 #include "rebind/fsdp.h"
@@ -36,7 +37,11 @@ namespace rebind::runtime {
 // One optimizer group: the tensors that prepare put there, and the parameters that were there before (duplicates included).
 struct GroupRecord {
   std::vector<const c10::TensorImpl*> placed;
-  std::vector<int> original;  // indices of parameters
+  struct Original {
+    int parameter;       // index, or -1
+    at::Tensor foreign;  // the tensor, if it is of no given model
+  };
+  std::vector<Original> original;
 };
 
 class Sharding : public std::enable_shared_from_this<Sharding> {
@@ -54,6 +59,8 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   std::vector<std::unique_ptr<Unit>> units;
   std::vector<std::unique_ptr<Parameter>> parameters;
   std::vector<std::vector<GroupRecord>> groups;  // [optimizer][group]
+  std::vector<std::unique_ptr<Replica>> replicas;
+  bool replicas_watched = false;  // from the commit on
   const std::unique_ptr<comm::Communicator> communicator;
   const c10::intrusive_ptr<c10d::ProcessGroup> group;
   const std::chrono::milliseconds timeout;
@@ -123,6 +130,9 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   // An operator is about to use a slice's gradient: settled, and refused if the window's side was cleared.
   void use_slice_gradient(Slice& slice);
   void forget_gradient(Parameter& parameter) noexcept;
+  // --- tensors of no model (replicas.cpp)
+  void replica_fired(Replica& replica, at::Tensor gradient);
+
   // The p-norm over all ranks' `parts` (plain tensors). Throws; collective.
   double norm_over_ranks(const std::vector<at::Tensor>& parts, double p, const std::string& name);
 
@@ -162,7 +172,10 @@ class Sharding : public std::enable_shared_from_this<Sharding> {
   at::Tensor memory_for_gradient(Unit& unit, at::ScalarType dtype);
   // The reduced gradients of a unit have come: handles on both sides, values on the slices.
   void place(Unit& unit, const at::Tensor& mean, const std::vector<bool>& present);
-  void queue_finish();
+  // Before a gradient of the current backward is taken: a new backward makes an end of what the last one left.
+  void begin_task();
+  void average(Replica& replica, int index);
+  void interrupt(Replica& replica);
   void set_live_bytes(int64_t change);
 
   const int prefetch_units_;

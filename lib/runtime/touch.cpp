@@ -37,6 +37,7 @@ void collect_tensor(const OperatorInfo& info, const at::Tensor& tensor, size_t a
   if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->key_set().has(kTouchKey)) return;
   KeyedStorage* storage = KeyedStorage::of(tensor);
   if (storage == nullptr) return;
+  if (storage->role() == Role::kInterrupted) storage->throw_message();
   std::shared_ptr<Sharding> keep = storage->kept() == nullptr ? storage->lock() : nullptr;
   Sharding* sharding = keep == nullptr ? storage->kept() : keep.get();
   if (sharding == nullptr) {
@@ -314,6 +315,8 @@ class Presence {
                       "Take it from the tensor again, and clone a gradient to keep it");
         }
         return;
+      case Role::kInterrupted:  // never collected
+        return;
     }
     touched.pinned = true;
   }
@@ -337,6 +340,8 @@ class Presence {
             break;
           case Role::kShardGradient:
             for (const Parameter* member : touched.storage->slice().members) parameter.unit->gradients.stale[member->slot_in_unit] = true;
+            break;
+          case Role::kInterrupted:
             break;
         }
       }

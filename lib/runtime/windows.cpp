@@ -108,6 +108,7 @@ void Sharding::storage_released(KeyedStorage& storage) noexcept {
       for (Parameter* member : storage.slice().members) forget_gradient(*member);
       break;
     case Role::kShard:
+    case Role::kInterrupted:
       break;
   }
 }

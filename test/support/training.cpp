@@ -76,7 +76,8 @@ at::ScalarType sum_dtype(at::ScalarType dtype) { return dtype == at::kBFloat16 |
 
 // One backward a rank from what .grad held, added in rank order, divided by W; None stays None.
 void reference_w_step(const Program& program, Setup& setup, int world_size, int step) {
-  const std::vector<at::Tensor> parameters = setup.model->parameters();
+  std::vector<at::Tensor> parameters = setup.model->parameters();
+  parameters.insert(parameters.end(), setup.free.begin(), setup.free.end());
   std::vector<at::Tensor> before, sum(parameters.size());
   for (const at::Tensor& parameter : parameters) before.push_back(parameter.grad());
   for (int r = 0; r < world_size; ++r) {
@@ -139,6 +140,11 @@ Snapshot snapshot(Setup& setup) {
     result[item.key()] = item.value().detach().clone();
     names.emplace(item.value().unsafeGetTensorImpl(), item.key());
   }
+  for (size_t i = 0; i < setup.free.size(); ++i) {
+    const std::string name = "free." + std::to_string(i);
+    result[name] = setup.free[i].detach().clone();
+    names.emplace(setup.free[i].unsafeGetTensorImpl(), name);
+  }
   for (size_t k = 0; k < setup.optimizers.size(); ++k) {
     const optim::Adapter* adapter = optim::adapter_of(*setup.optimizers[k]);
     for (const auto& [key, state] : setup.optimizers[k]->state()) {
@@ -154,6 +160,18 @@ Snapshot snapshot(Setup& setup) {
 Snapshot snapshot(Setup& setup, Fsdp& fsdp) {
   Snapshot result;
   auto sharding = sharding_of(*setup.model);
+  for (size_t i = 0; i < setup.free.size(); ++i) {
+    const std::string name = "free." + std::to_string(i);
+    result[name] = setup.free[i].detach().clone();
+    for (size_t k = 0; k < setup.optimizers.size(); ++k) {
+      const auto found = setup.optimizers[k]->state().find(setup.free[i].unsafeGetTensorImpl());
+      if (found == setup.optimizers[k]->state().end()) continue;
+      const optim::StateParts parts = optim::adapter_of(*setup.optimizers[k])->take_apart(*found->second);
+      const std::string prefix = std::to_string(k) + ":" + name + ".";
+      for (const auto& [part, tensor] : parts.tensors) result[prefix + part] = tensor.clone();
+      for (const auto& [part, value] : parts.scalars) result[prefix + part] = at::scalar_tensor(value, at::kLong);
+    }
+  }
   for (const auto& item : setup.model->named_parameters()) {
     const std::string& name = item.key();
     auto values = fsdp.full_parameter(name);
@@ -263,7 +281,8 @@ void expect_sharded(const Setup& setup, Fsdp& fsdp) {
       padding += buffer.padded_numel - buffer.numel;
     }
   }
-  const int64_t most = total / plan.world_size + padding + 1;
+  int64_t most = total / plan.world_size + padding + 1;
+  for (const at::Tensor& tensor : setup.free) most += tensor.numel();
   for (const auto& optimizer : setup.optimizers) {
     std::map<std::string, int64_t> held;  // by state tensor
     for (const auto& group : optimizer->param_groups()) {

@@ -47,6 +47,7 @@ struct Setup {
   std::shared_ptr<torch::nn::Module> model;
   std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers;
   std::function<at::Tensor(const at::Tensor& input)> forward;
+  std::vector<at::Tensor> free = {};  // in an optimizer and in no model; "free.<i>" in a Snapshot
 
   Optimizers pointers() const;
 };

@@ -140,21 +140,6 @@ TEST_CASE("census: a tensor of no model in two groups with different options is 
         "nesterov=0. Keep it in one group.");
 }
 
-TEST_CASE("plan: what can be planned and not yet be run is refused for prepare", "[plan][refusal][foreign]") {
-  Bag model({{"a", {2}}});
-  torch::optim::SGD sgd({model["a"], at::ones({3})}, 0.1), ours({model["a"]}, 0.1);
-  Where where;
-  where.call = "prepare_fsdp";
-  where.rank = 1;
-  const auto census = take_census({{"model", &model}}, {&ours, &sgd}, where);
-  REQUIRE(census.ok());
-  CHECK(
-      check_runtime_support(*census, where).ToString() ==
-      "UNIMPLEMENTED: prepare_fsdp, rank 1: SGD, optimizers[1], group 0, params()[1]: the tensor is no parameter of a given model, "
-      "which is not supported yet. Register it in the model, or give it an optimizer of its own.");
-  CHECK(check_runtime_support(*take_census({{"model", &model}}, {&ours}, where), where).ok());
-}
-
 TEST_CASE("agreement: tensors of no model are compared with their places and state", "[plan][agreement][foreign]") {
   Bag model({{"a", {2}}});
   const at::Tensor x = at::ones({4, 3}).set_requires_grad(true);
