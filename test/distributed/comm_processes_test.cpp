@@ -97,13 +97,15 @@ TEST_CASE("processes: GLOO_SOCKET_IFNAME chooses the interface", "[comm][process
     CHECK(rank.exit_code == 0);
   }
   const std::vector<std::string> child{this_program(), "child: joins with a short time-out and prints the error"};
+  bool named = false;
   for (const Finished& rank : run_process_ranks(2, child, {{"GLOO_SOCKET_IFNAME", "nosuch0"}})) {
     INFO(rank.out << rank.err);
     CHECK(contains(rank.out, "UNAVAILABLE: init_process_group, rank "));
     CHECK(contains(rank.out, ": the ranks could not be connected ("));
-    CHECK(contains(rank.out, "nosuch0"));
     CHECK(contains(rank.out, "name the right interface in GLOO_SOCKET_IFNAME."));
+    named = named || contains(rank.out, "nosuch0");
   }
+  CHECK(named);  // a rank whose peer has ended first may see only that
 }
 
 LaunchEnvironment rank_1_of_2(const std::string& host, int port) {
