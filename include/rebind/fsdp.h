@@ -31,7 +31,7 @@ struct RuntimeStats {
   int64_t reduce_scatters = 0;  // of a unit's gradients
   int64_t all_reduces = 0;      // Fsdp::clip_grad_norm's
   int64_t service_gathers = 0;  // asked for by a call or by reading a gradient, not by the model
-  int64_t prefetch_hits = 0;    // always 0 today
+  int64_t prefetch_hits = 0;    // gathers that had been posted before their use
   int64_t gathered_bytes = 0;   // received by all_gathers and service_gathers, own part included
   int64_t reduced_bytes = 0;    // sent into reduce_scatters, own part included
   int64_t live_bytes = 0;       // gathered parameters and gradients now (not since a reset)

@@ -251,11 +251,7 @@ class Planner {
       }
       plan_.notes.push_back(absl::StrCat("of no given model, whole on every rank, gradients averaged: ", some_of(places)));
     }
-    if (options_.coalesce && !census_.optimizers.empty()) plan_.notes.push_back("one optimizer tensor per parameter");
-    if (options_.prefetch_units > 1) {
-      plan_.notes.push_back(
-          absl::StrCat("prefetch_units = ", options_.prefetch_units, " has no effect yet: nothing is prefetched"));
-    }
+    if (options_.coalesce && !census_.optimizers.empty()) plan_.notes.push_back("neighbours of equal state are one optimizer tensor");
   }
 
   ParameterPlan& parameter(int index) { return plan_.parameters[static_cast<size_t>(index)]; }

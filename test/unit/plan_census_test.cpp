@@ -84,7 +84,7 @@ TEST_CASE("census: a tensor that a group lists twice is held once, with a note",
   CHECK(render(plan, census_text) == "a.weight=b.weight 0.0[0]  a.bias 0.0[1]");
   CHECK(notes(plan) ==
         "optimizers[0], group 0 lists 'a.weight' twice: it will be stepped once\n"
-        "one optimizer tensor per parameter");
+        "neighbours of equal state are one optimizer tensor");
 }
 
 TEST_CASE("census: a tensor that a group lists three times is held once, with a note", "[plan][census]") {
@@ -102,7 +102,7 @@ TEST_CASE("census: a parameter may be in no optimizer", "[plan][census]") {
   CHECK(render(plan, census_text) == "a -  b 0.0[0]  c -  d -  e -");
   CHECK(notes(plan) ==
         "in no optimizer, sharded but never stepped: 'a', 'c', 'd' and 1 more\n"
-        "one optimizer tensor per parameter");
+        "neighbours of equal state are one optimizer tensor");
 }
 
 TEST_CASE("census: a parameter in two optimizers lists both", "[plan][census]") {
@@ -171,7 +171,7 @@ TEST_CASE("census: state of a tensor in no group is left alone, with a note", "[
   CHECK(notes(plan_fsdp(model, {&adam}, 0, 1)) ==
         "optimizers[0] has state for 1 tensor in none of its groups: it stays as it is\n"
         "in no optimizer, sharded but never stepped: 'b'\n"
-        "one optimizer tensor per parameter");
+        "neighbours of equal state are one optimizer tensor");
   CHECK(adam.state().size() == 2);
 }
 

@@ -126,7 +126,7 @@ TEST_CASE("plan: groups count tensors of no model apart, and a note says what be
       "optimizers[0], group 1 lists its params()[0], which belongs to no given model, twice: it will be stepped once\n"
       "of no given model, whole on every rank, gradients averaged: 'optimizers[0], group 0, params()[0]', 'optimizers[0], group 0, "
       "params()[2]'\n"
-      "one optimizer tensor per parameter");
+      "neighbours of equal state are one optimizer tensor");
 }
 
 TEST_CASE("census: a tensor of no model in two groups with different options is refused", "[plan][census][foreign]") {
@@ -166,7 +166,7 @@ TEST_CASE("plan: a frozen parameter in an optimizer gets a note", "[plan][kinds]
   torch::optim::SGD sgd(model.parameters(), 0.1);
   CHECK(render(plan_fsdp(model, {&sgd}, 0, 1), [](const FsdpPlan& p) { return joined(p.notes, "\n"); }) ==
         "frozen, never stepped, state kept as it is: 'frozen'\n"
-        "one optimizer tensor per parameter");
+        "neighbours of equal state are one optimizer tensor");
 }
 
 }  // namespace

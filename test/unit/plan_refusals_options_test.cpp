@@ -72,7 +72,7 @@ TEST_CASE("plan: refuses option values that make no sense", "[plan][refusal]") {
         }) == subject + "unit_policy's predicate threw: no. Give by_module a function that does not throw.");
 }
 
-TEST_CASE("plan: accepts every option that is supported or has no effect yet", "[plan][refusal]") {
+TEST_CASE("plan: accepts every option that is supported", "[plan][refusal]") {
   CHECK(outcome_with_options([](FsdpOptions& o) {
           o.sync_from_rank0 = false;
           o.gradient_divide_factor = -2.5;

@@ -50,7 +50,7 @@ memory of this rank
   peak of prepare_fsdp  416 B
 
 notes
-  one optimizer tensor per parameter
+  neighbours of equal state are one optimizer tensor
 )");
 }
 
@@ -93,7 +93,7 @@ lone       [3, 1]                         float32         <root>      32  -     
   CHECK(test::joined(plan->notes, "\n") ==
         "in no optimizer, sharded but never stepped: 'kernel', 'lone'\n"
         "of no given model, whole on every rank, gradients averaged: 'optimizers[0], group 0, params()[1]'\n"
-        "one optimizer tensor per parameter");
+        "neighbours of equal state are one optimizer tensor");
 }
 
 TEST_CASE("plan: a table of 10,000 parameters is shortened", "[plan][text]") {
@@ -129,7 +129,7 @@ TEST_CASE("plan: the JSON holds everything", "[plan][text]") {
        "unit": 0, "buffer": 0, "offset": 8, "shard": [0, 3], "holders": [{"optimizer": 0, "group": 0, "index": 1}]}],
     "memory": {"parameter_bytes": 32, "gradient_bytes": 32, "state_bytes": 12, "peak_gathered_bytes": 64,
                "prepare_peak_bytes": 196},
-    "notes": ["one optimizer tensor per parameter"],
+    "notes": ["neighbours of equal state are one optimizer tensor"],
     "groups": ["optimizers[0] SGD, group 0: 2 tensors, 9 elements -> 2 shards, 3 elements; )"
                                                     R"(lr=0.1 momentum=0.9 dampening=0 weight_decay=0 nesterov=0"]
   })"));
