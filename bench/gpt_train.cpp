@@ -3,11 +3,11 @@
 //   gpt_train plain  L D V T B N                    layers, width, vocabulary, context, rows a rank, steps
 //   torchrun --no-python --nproc-per-node=W gpt_train rebind L D V T B N
 //
+// "above": the peak of resident memory less what was resident before the model was built.
 // The loss is rank 0's own of the last step, as in the peer; `bench/compare` holds them against each other.
 #include <ATen/Parallel.h>
 #include <ATen/ops/randint.h>
 #include <c10/util/Exception.h>
-#include <sys/resource.h>
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -43,6 +44,15 @@ T value_or_throw(absl::StatusOr<T> result) {
   return *std::move(result);
 }
 
+// A line of /proc/self/status, in MB: VmRSS is resident now, VmHWM the most there ever was.
+double resident_mb(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with(field + ":")) return std::atof(line.c_str() + field.size() + 1) / 1024;
+  }
+  throw std::runtime_error("/proc/self/status has no " + field);
+}
+
 int64_t argument(int argc, char** argv, int index) {
   const int64_t value = index < argc ? std::atoll(argv[index]) : 0;
   if (value < 1) throw std::invalid_argument("usage: gpt_train plain|rebind L D V T B N   (positive numbers)");
@@ -63,6 +73,7 @@ void run(int argc, char** argv) {
   const int rank = group->getRank(), world_size = group->getSize();
   at::set_num_threads(std::max(1, 2 / world_size));
 
+  const double base_mb = resident_mb("VmRSS");
   torch::manual_seed(0);
   train_gpt::Gpt model(options);
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
@@ -96,14 +107,18 @@ void run(int argc, char** argv) {
     optimizer_ms += ms_between(t2, t3);
   }
   if (rank != 0) return;
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
   const double counted = static_cast<double>(std::max<size_t>(step_ms.size(), 1));
   std::printf(
-      "cpp-%s W=%d params=%.1fM step median %.1f ms (fwd %.1f bwd %.1f opt %.1f) prepare %.0f ms maxrss %.0f MB loss %.6f\n",
+      "cpp-%s W=%d params=%.1fM step median %.1f ms (fwd %.1f bwd %.1f opt %.1f) prepare %.0f ms maxrss %.0f MB above %.0f MB loss "
+      "%.6f\n",
       mode.c_str(), world_size, static_cast<double>(train_gpt::parameter_count(options)) / 1e6, median(step_ms),
-      forward_ms / counted, backward_ms / counted, optimizer_ms / counted, prepare_ms, static_cast<double>(usage.ru_maxrss) / 1024,
-      last_loss);
+      forward_ms / counted, backward_ms / counted, optimizer_ms / counted, prepare_ms, resident_mb("VmHWM"),
+      resident_mb("VmHWM") - base_mb, last_loss);
+  if (fsdp == nullptr) return;
+  const rebind::RuntimeStats stats = fsdp->stats();
+  std::printf("gathered %.2f MB a step; gathered at once at most %.2f MB, forecast %.2f MB\n",
+              static_cast<double>(stats.gathered_bytes) / static_cast<double>(steps) / 1e6,
+              static_cast<double>(stats.peak_live_bytes) / 1e6, static_cast<double>(fsdp->plan().memory.peak_gathered_bytes) / 1e6);
 }
 
 }  // namespace
