@@ -94,7 +94,8 @@ struct FsdpOptions {
   // Free a unit after its forward and gather it again for backward. Off: the whole model stays gathered from its forward to the end
   // of its backward, each unit is gathered once.
   bool reshard_after_forward = true;
-  // Cap on gathered parameters, in bytes. Unimplemented; today one unit (those that one operator uses) is gathered at a time.
+  // Cap on gathered parameters, in bytes. Unimplemented; today the bound is plan().memory.peak_gathered_bytes, or what one
+  // operator uses at once if that is more.
   std::optional<int64_t> max_live_bytes;
   // Units gathered ahead of use, in the order of the last iteration. Changes speed and memory (1 + prefetch_units units are gathered
   // at a time), never a result.

@@ -1,7 +1,8 @@
-// The failures A1, A2, A9, A10, A14, A15, B2, B3, D1, D2 of other systems, each with the value that is right.
+// The failures A1, A2, A9, A10, A11, A14, A15, B2, B3, D1, D2 of other systems, each with the value that is right.
 #include <ATen/Functions.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 
 #include "test/support/catch.h"
@@ -127,6 +128,32 @@ TEST_CASE("A10: options changed in place after construction are those after prep
     EXPECT_EQ(options.weight_decay(), 0.0);
     EXPECT_EQ(static_cast<const AdamWOptions&>(adam.defaults()).weight_decay(), 0.3);
   });
+}
+
+TEST_CASE("A11: a scheduler built before prepare, and stepped before and after, sets the rate that is used", "[cases]") {
+  // Rates 0.1, 0.1 (the first step() of a StepLR only counts), 0.05, 0.025.
+  const auto train = [](Group group) {
+    torch::nn::Linear model(5, 3);
+    randomize(*model, 7);
+    SGD sgd(model->parameters(), /*lr=*/0.1);
+    torch::optim::StepLR schedule(sgd, /*step_size=*/1, /*gamma=*/0.5);
+    std::unique_ptr<Fsdp> fsdp;
+    std::vector<double> rates;
+    for (int step = 0; step < 4; ++step) {
+      if (step == 1 && group != nullptr) fsdp = prepare(*model, {&sgd}, group);
+      sgd.zero_grad();
+      backward_with_gradient(*model, 0.3);
+      sgd.step();
+      rates.push_back(sgd.param_groups()[0].options().get_lr());
+      schedule.step();
+    }
+    EXPECT(rates == std::vector<double>({0.1, 0.1, 0.05, 0.025}));
+    return fsdp == nullptr ? model->weight.detach().clone() : whole(*fsdp, "weight");
+  };
+  const at::Tensor expected = train(nullptr);
+  for (int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](int, Group group) { expect_same("weight", train(group), expected); });
+  }
 }
 
 TEST_CASE("A14: ranks that start from different weights and moments become rank 0", "[cases]") {
